@@ -1,0 +1,286 @@
+"""The decoding loop: draft, schedule, verify, accept, commit. One loop for every batch size, greedy and sampling.
+
+After prefill the target has seen every token but the last of each row, its anchor. A round drafts a block after each
+anchor, chooses how much of it to verify, runs the target once over the anchors and those drafts, and commits what
+the acceptance rule lets through and a token of the target's own, the next anchor. Whatever the drafter proposes, the
+text is the target's: only the number of rounds depends on the drafter.
+"""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from dspark_hf.caches import SlotCache, check_host_cache
+from dspark_hf.calibration import calibrated_confidence
+from dspark_hf.committing import BlockCommitter, Committer, StepCommitter
+from dspark_hf.drafting import Context, Drafting
+from dspark_hf.metrics import DecodingStatistics, PhaseTimer
+from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
+from dspark_hf.options import check_prompt, read_options
+from dspark_hf.outputs import DSparkGenerateOutput, OutputRecorder
+from dspark_hf.processors import Processors, check_processors
+from dspark_hf.sampling import Sampler
+from dspark_hf.sequences import Sequences, StopRules
+from dspark_hf.taps import TapRecorder
+from dspark_hf.verification import Verification, Verifier, cache_argument
+
+
+logger = logging.getLogger(__name__)
+
+ROUNDS_BEFORE_JUDGING = 48
+HOPELESS_ACCEPTANCE = 0.05
+
+
+class Decoding:
+    r"""
+    One `generate()` call with a DSpark drafter.
+
+    Args:
+        target (`PreTrainedModel`): The model whose output is reproduced.
+        drafter ([`DSparkDraftModel`]): The drafter.
+        input_ids (`torch.LongTensor` of shape `(R, P)`): The prompt, left-padded.
+        logits_processor (`LogitsProcessorList`): As the host prepared them, as all that follows.
+        stopping_criteria (`StoppingCriteriaList`): When rows end.
+        generation_config (`GenerationConfig`): The call's options.
+        model_kwargs (`dict[str, Any]`): Arguments of the target's forward, with attention mask, positions and cache.
+        synced_gpus (`bool`): Go on until the other ranks are done too.
+        streamer (`BaseStreamer`, *optional*): Gets every token.
+
+    Raises:
+        ValueError: Before the first forward, for bad input.
+        NotImplementedError: Before the first forward, for what cannot work.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: DSparkDraftModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+    ):
+        self.target, self.drafter = target, drafter
+        self.generation_config, self.model_kwargs = generation_config, model_kwargs
+        self.synced_gpus, self.streamer = synced_gpus, streamer
+        check_prompt(input_ids, model_kwargs.get("attention_mask"), drafter)
+        check_processors(logits_processor)
+        self.host_cache = model_kwargs.get(cache_argument())
+        check_host_cache(self.host_cache)
+        self.options = read_options(drafter, generation_config)
+        self.sampler = Sampler(bool(generation_config.do_sample))
+        self.processors = Processors(logits_processor)
+        self.draft_processors = Processors(logits_processor, only_stateless=True)
+        stop = StopRules(stopping_criteria, input_ids.device)
+        self.sequences = Sequences(input_ids, stop, generation_config._pad_token_tensor)
+        self.outputs = OutputRecorder(generation_config)
+        self.statistics = DecodingStatistics(drafter.config.block_size)
+
+    @torch.no_grad()
+    def run(self) -> DSparkGenerateOutput | torch.Tensor:
+        """Generate; return what the host's `generate` returns."""
+        self.timer = PhaseTimer(self.sequences.tokens.device)
+        layer_ids = self.drafter.config.target_layer_ids
+        with TapRecorder(self.target, layer_ids, self.drafter.device, self.drafter.dtype) as self.taps:
+            self._prefill()
+            with self.target._optimize_model_for_decode():
+                while self._goes_on():
+                    self._round()
+                self._return_cache()
+        if self.streamer is not None:
+            self.streamer.end()
+        return self._result()
+
+    # The steps of a round
+
+    def _prefill(self) -> None:
+        """Run the prompt as the host does, take over its cache and commit the first token of every row."""
+        mask = self.model_kwargs.get("attention_mask")
+        outputs = self.target._prefill(self.sequences.tokens, self.generation_config, self.model_kwargs)
+        self.host_cache = outputs[cache_argument()]
+        taps = self.taps.take()
+        columns = int(self.host_cache.get_seq_length())
+        rows, device = len(self.sequences), self.sequences.tokens.device
+        prompt_mask = torch.ones(rows, columns, dtype=torch.bool, device=device) if mask is None else mask.bool()
+        cache = SlotCache(len(self.host_cache.layers))
+        cache.read_host(self.host_cache, columns)
+        self.prompt_columns = columns
+        self.verifier = Verifier(self.target, cache, prompt_mask, self.model_kwargs)
+        first = columns - taps.shape[1]
+        self.drafting = Drafting(self.drafter, self.target, prompt_mask, first)
+        slots = torch.arange(first, columns, device=device).expand(rows, -1)
+        self.drafting.observe(Context(taps, slots, torch.full((rows,), taps.shape[1], device=device)))
+        self.commit = self._committer()
+        logits = outputs.logits[:, -1:].to(device=device, dtype=torch.float32)
+        self.timer.mark("prefill")
+        self.commit(self._no_draft(), [0] * rows, Verification(logits, outputs))
+        self.timer.mark("commit")
+
+    def _round(self) -> None:
+        caps = [min(self.options.max_draft_tokens, max(self.sequences.tokens_left(r) - 1, 0)) for r in self._rows]
+        anchors = self.sequences.last_tokens()
+        slots = torch.tensor(self._anchor_slots(), device=anchors.device)
+        draft = self._draft(anchors, slots, max(caps))
+        self.timer.mark("draft")
+        lengths = self._schedule(draft, caps)
+        self.timer.mark("schedule")
+        width = max(lengths)
+        draft = DSparkDraft(tokens=draft.tokens[:, :width], probs=draft.probs[:, :width])
+        verification = self._verify(anchors, slots, draft, lengths)
+        self.timer.mark("verify")
+        before = list(self.sequences.lengths)
+        records = self.commit(draft, lengths, verification)
+        counts = [now - then for now, then in zip(self.sequences.lengths, before, strict=True)]
+        self._observe(slots, counts)
+        self.statistics.records += records
+        self._judge_drafter()
+        self.timer.mark("commit")
+
+    def _draft(self, anchors: torch.Tensor, slots: torch.Tensor, num_tokens: int) -> DSparkDraft:
+        if num_tokens == 0:
+            return self._no_draft()
+        used = max(self._anchor_slots()) + self.drafter.config.num_block_inputs
+        draft = self.drafting.draft(anchors, slots, used, num_tokens, self._choose)
+        if isinstance(self.commit, StepCommitter) and self.sequences.stop.pads_finished_rows:
+            finished = torch.tensor(self.sequences.finished, device=anchors.device)
+            draft.tokens = draft.tokens.masked_fill(finished[:, None], self.sequences.pad_token_id)
+        return draft
+
+    def _choose(
+        self, index: int, logits: torch.Tensor, drafted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw draft token `index` + 1 of every row, through the processors that the target's scores go through."""
+        if self.draft_processors.read_history:
+            self.sequences.write_ahead(drafted)
+        lengths = [length + index for length in self.sequences.lengths]
+        scores = self.draft_processors(logits, self.sequences.tokens, list(self._rows), lengths)
+        probs = self.sampler.distribution(scores)
+        return self.sampler.draw(probs), probs
+
+    def _schedule(self, draft: DSparkDraft, caps: list[int]) -> list[int]:
+        """Verification lengths, from what was known before the tokens they speak of were drawn."""
+        if draft.tokens.shape[1] == 0:
+            return caps
+        confidence = None
+        if draft.confidence_logits is not None:
+            confidence = calibrated_confidence(draft.confidence_logits, self.drafter.config.confidence_temperatures)
+        lengths = self.options.policy.verification_lengths(confidence, torch.tensor(caps))
+        if self.drafter.kept_token_ids is not None and len(self.draft_processors) > 0:
+            # Where the processors mask all tokens that the drafter can propose, its draft ends.
+            possible = draft.probs.sum(dim=-1).isfinite().cumprod(dim=1).sum(dim=1)
+            lengths = torch.minimum(lengths.to(possible.device), possible)
+        return lengths.tolist()  # host sync when a policy looked at the draft
+
+    def _verify(
+        self, anchors: torch.Tensor, slots: torch.Tensor, draft: DSparkDraft, lengths: list[int]
+    ) -> Verification:
+        tokens = torch.cat([anchors[:, None], draft.tokens], dim=1)
+        columns = slots[:, None] + torch.arange(tokens.shape[1], device=slots.device)
+        widths = torch.tensor(lengths, device=slots.device) + 1
+        self.statistics.target_forwards += 1
+        return self.verifier(tokens, columns, max(self._anchor_slots()) + tokens.shape[1], widths)
+
+    def _observe(self, slots: torch.Tensor, counts: list[int]) -> None:
+        """Hand the taps of the anchors and the accepted tokens to the drafter."""
+        longest = max(counts)
+        taps = self.taps.take()[:, :longest]
+        columns = slots[:, None] + torch.arange(longest, device=slots.device)
+        self.drafting.observe(Context(taps, columns, torch.tensor(counts, device=slots.device)))
+
+    # What the steps need
+
+    @property
+    def _rows(self) -> range:
+        return range(len(self.sequences))
+
+    def _anchor_slots(self) -> list[int]:
+        return [self.prompt_columns + generated - 1 for generated in self.sequences.generated]
+
+    def _no_draft(self) -> DSparkDraft:
+        rows, device = len(self.sequences), self.sequences.tokens.device
+        vocab = self.drafter.config.vocab_size
+        return DSparkDraft(
+            tokens=torch.zeros(rows, 0, dtype=torch.long, device=device),
+            probs=torch.zeros(rows, 0, vocab, device=device),
+        )
+
+    def _committer(self) -> Committer:
+        """All at once where nothing of the user's could see a difference, else token by token."""
+        alone = len(self.sequences) == 1
+        together = self.sequences.stop.treats_rows_alone and self.processors.all_stateless and not self.outputs.wanted
+        if together and (alone or self.streamer is None):
+            return BlockCommitter(self.sequences, self.processors, self.sampler, self.streamer)
+        return StepCommitter(
+            self.sequences, self.processors, self.sampler, self.outputs, self.prompt_columns, self.streamer
+        )
+
+    def _goes_on(self) -> bool:
+        return self.target._has_unfinished_sequences(
+            self.sequences.all_finished, self.synced_gpus, device=self.sequences.tokens.device
+        )
+
+    def _judge_drafter(self) -> None:
+        """Warn once when a drafter of the right shape accepts next to nothing."""
+        records = self.statistics.records
+        if len(records) < ROUNDS_BEFORE_JUDGING or getattr(self.drafter, "_judged", False):
+            return
+        self.drafter._judged = True
+        tried = [record for record in records if record.verified > 0]
+        accepted = sum(record.accepted > 0 for record in tried)
+        if tried and accepted < HOPELESS_ACCEPTANCE * len(tried):
+            logger.warning(
+                "The drafter's first token was accepted in %d of its first %d rounds. The output is right, but slow: the "
+                "drafter was probably trained for another target's weights.",
+                accepted,
+                len(tried),
+            )
+
+    # The end
+
+    def _return_cache(self) -> None:
+        """Bring the host's cache up to date, in its own layout, if anybody will see it again."""
+        returned = self.generation_config.return_dict_in_generate
+        if not (returned or was_passed_by_user(self.host_cache)):
+            return
+        longest = max(self.sequences.generated)
+        behind = [longest - generated for generated in self.sequences.generated]
+        if any(behind) or self.synced_gpus:
+            self._run_padding(max(1, *behind))
+        self.verifier.cache.write_host(self.host_cache, self.prompt_columns + longest - 1)
+
+    def _run_padding(self, width: int) -> None:
+        """Rows that ended early go on as padding in plain generation, so their cache holds it: run it once."""
+        slots = torch.tensor(self._anchor_slots(), device=self.sequences.tokens.device)
+        anchors = self.sequences.last_tokens()
+        pads = anchors.new_full((len(anchors), width), self.sequences.pad_token_id)
+        tokens = torch.cat([anchors[:, None], pads[:, 1:]], dim=1)
+        columns = slots[:, None] + torch.arange(width, device=slots.device)
+        used = max(self._anchor_slots()) + width
+        self.verifier(tokens, columns, used, torch.full_like(slots, width))
+
+    def _result(self) -> DSparkGenerateOutput | torch.Tensor:
+        sequences = self.sequences.result()
+        if not self.generation_config.return_dict_in_generate:
+            return sequences
+        statistics = replace(self.statistics, seconds=self.timer.seconds())
+        return DSparkGenerateOutput(
+            sequences=sequences,
+            scores=self.outputs.scores,
+            logits=self.outputs.logits,
+            attentions=self.outputs.attentions,
+            hidden_states=self.outputs.hidden_states,
+            statistics=statistics,
+            **{cache_argument(): self.host_cache},
+        )
+
+
+def was_passed_by_user(cache: Any) -> bool:
+    """Whether the user holds this cache. Before transformers 5.24 the host does not say, so it is assumed."""
+    return getattr(cache, "_is_user_defined", cache_argument() != "cache")

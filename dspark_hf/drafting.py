@@ -1,0 +1,130 @@
+"""The drafter's side of a round: context from taps, one parallel pass over the block, the sequential draw.
+
+The drafter's cache holds keys and values of the context alone. A block's own are written to the slots from its anchor
+on, where the next context overwrites them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from dspark_hf.caches import SlotCache
+from dspark_hf.modeling.modeling_dspark import Choose, DSparkDraft, DSparkDraftModel, draft_attention_mask
+
+
+class BorrowedHead(nn.Module):
+    """The rows of the target's head for the tokens that a reduced vocabulary keeps."""
+
+    def __init__(self, head: nn.Module, kept: torch.Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(head.weight[kept], requires_grad=False)
+        bias = getattr(head, "bias", None)
+        self.bias = None if bias is None else nn.Parameter(bias[kept], requires_grad=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden_states, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    r"""
+    Taps that the drafter has not read yet.
+
+    Args:
+        taps (`torch.FloatTensor` of shape `(R, C, len(ids) * D_target)`): Consecutive columns of each row.
+        slots (`torch.LongTensor` of shape `(R, C)`): Their slots.
+        counts (`torch.LongTensor` of shape `(R,)`): How many of them were committed; the rest is dropped.
+    """
+
+    taps: torch.Tensor
+    slots: torch.Tensor
+    counts: torch.Tensor
+
+
+class Drafting:
+    r"""
+    A drafter at work on one batch.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): The drafter.
+        target (`PreTrainedModel`): Lends its embedding and head where the drafter has none.
+        prompt_mask (`torch.BoolTensor` of shape `(R, P)`): False for padding; P is the number of columns in the target's
+            cache after prefill.
+        first_slot (`int`): First column whose taps are known; earlier ones were in a cache that the user passed.
+    """
+
+    def __init__(
+        self, drafter: DSparkDraftModel, target: PreTrainedModel, prompt_mask: torch.Tensor, first_slot: int
+    ):
+        self.drafter = drafter
+        self.embed_tokens = drafter.embed_tokens if drafter.config.has_embedding else target.get_input_embeddings()
+        self.lm_head = drafter.lm_head if drafter.config.has_lm_head else _borrow_head(drafter, target)
+        self.cache = SlotCache(drafter.config.num_hidden_layers)
+        self.visible = prompt_mask.clone()
+        self.visible[:, :first_slot] = False
+        self.prompt_positions = (prompt_mask.cumsum(dim=1) - 1).clamp_min(0)  # (R, P)
+        self.padding = (~prompt_mask).sum(dim=1, keepdim=True)  # (R, 1)
+        self.unread: list[Context] = []
+
+    def observe(self, context: Context) -> None:
+        """Keep taps until the next draft reads them."""
+        self.unread.append(context)
+
+    def draft(
+        self, anchor: torch.Tensor, slots: torch.Tensor, used: int, num_tokens: int, choose: Choose
+    ) -> DSparkDraft:
+        r"""
+        Draft a block for every row.
+
+        Args:
+            anchor (`torch.LongTensor` of shape `(R,)`): The anchors.
+            slots (`torch.LongTensor` of shape `(R,)`): Their slots.
+            used (`int`): A number of slots that covers every row's block.
+            num_tokens (`int`): Tokens to draw.
+            choose (`Choose`): Draws them.
+        """
+        config = self.drafter.config
+        block_slots = slots[:, None] + torch.arange(config.num_block_inputs, device=slots.device)
+        self.cache.reserve(used)
+        taps, context_slots, positions = self._read_context()
+        self.cache.prepare(torch.cat([context_slots, block_slots], dim=1), used)
+        keys = torch.arange(used, device=slots.device)[None]
+        known = self.visible
+        valid = torch.cat([known, known.new_ones(known.shape[0], used - known.shape[1])], dim=1)
+        masks = draft_attention_mask(config, block_slots, keys, self.drafter.dtype, valid)
+        hidden = self.drafter(
+            self.embed_tokens(self.drafter.block_input_ids(anchor)),
+            self.drafter.project_context(taps),
+            self._positions(block_slots),
+            positions,
+            masks,
+            self.cache,
+        ).last_hidden_state
+        return self.drafter.draft(hidden, anchor, choose, num_tokens, self.lm_head)
+
+    def _read_context(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Unread taps with their slots and positions; what was not committed goes to the cache's bin."""
+        taps, slots, positions = [], [], []
+        for context in self.unread:
+            columns = torch.arange(context.slots.shape[1], device=context.slots.device)
+            committed = columns < context.counts[:, None]
+            taps.append(context.taps)
+            slots.append(torch.where(committed, context.slots, self.cache.bin))
+            positions.append(self._positions(context.slots))
+        self.unread.clear()
+        return torch.cat(taps, dim=1), torch.cat(slots, dim=1), torch.cat(positions, dim=1)
+
+    def _positions(self, slots: torch.Tensor) -> torch.Tensor:
+        """Position of each slot's token in its text, padding not counted."""
+        columns = self.prompt_positions.shape[1]
+        in_prompt = self.prompt_positions.gather(1, slots.clamp(max=columns - 1))
+        return torch.where(slots < columns, in_prompt, slots - self.padding)
+
+
+def _borrow_head(drafter: DSparkDraftModel, target: PreTrainedModel) -> nn.Module:
+    head = target.get_output_embeddings()
+    kept = drafter.kept_token_ids
+    return head if kept is None else BorrowedHead(head, kept)

@@ -1,0 +1,135 @@
+"""The only file that touches classes of transformers: it routes `generate(assistant_model=<DSpark drafter>)` here.
+
+[`enable`], called on import, wraps two methods of `GenerationMixin` and gives the `transformers` module one name:
+
+* `_assisted_decoding` runs [`Decoding`] when the assistant is a DSpark drafter and the original otherwise;
+* `_validate_generation_mode`, which refuses too much for such an assistant, is replaced by this package's checks;
+* `transformers.DSparkDraftModel` lets pipelines find the class when the assistant is given as a string.
+
+[`disable`] undoes all three.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers.processing_utils  # noqa: F401  # re-executes transformers/__init__, so it must run before `enable`
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
+
+from dspark_hf.decoding import Decoding
+from dspark_hf.modeling.configuration_dspark import DSparkConfig
+from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+from dspark_hf.options import check_mode, read_options
+from dspark_hf.taps import check_target
+from dspark_hf.verification import check_verifiable
+
+
+WRAPPED = ("_assisted_decoding", "_validate_generation_mode")
+_originals: dict[str, Callable] = {}
+
+
+def is_dspark_drafter(model: object) -> bool:
+    """Whether a model is a DSpark drafter, also one whose class came with its checkpoint."""
+    return getattr(getattr(model, "config", None), "model_type", None) == DSparkConfig.model_type
+
+
+def register_auto_classes() -> None:
+    """Let `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` know the drafter."""
+    AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
+    AutoModel.register(DSparkConfig, DSparkDraftModel, exist_ok=True)
+    AutoModelForCausalLM.register(DSparkConfig, DSparkDraftModel, exist_ok=True)
+
+
+def enable() -> None:
+    """Let `generate(assistant_model=<DSpark drafter>)` run DSpark. Nothing else changes; a second call does nothing."""
+    if _originals:
+        return
+    _originals.update({name: getattr(GenerationMixin, name) for name in WRAPPED})
+    GenerationMixin._assisted_decoding = _wrap_assisted_decoding(_originals["_assisted_decoding"])
+    GenerationMixin._validate_generation_mode = _wrap_validation(_originals["_validate_generation_mode"])
+    setattr(sys.modules["transformers"], DSparkDraftModel.__name__, DSparkDraftModel)
+
+
+def disable() -> None:
+    """Put transformers back as it was."""
+    for name, original in _originals.items():
+        setattr(GenerationMixin, name, original)
+    if _originals:
+        delattr(sys.modules["transformers"], DSparkDraftModel.__name__)
+    _originals.clear()
+
+
+def attach(target: PreTrainedModel, drafter: DSparkDraftModel) -> None:
+    r"""
+    Make `target.generate(...)` use a drafter without being told, for code that cannot pass `assistant_model`.
+
+    Args:
+        target (`PreTrainedModel`): The target; only this instance changes.
+        drafter ([`DSparkDraftModel`]): The drafter. A call may still pass another `assistant_model`.
+
+    Raises:
+        RuntimeError: If the package is disabled.
+        ValueError: If the drafter was made for another target.
+    """
+    if not _originals:
+        raise RuntimeError("dspark_hf is disabled; call dspark_hf.enable() before attach().")
+    check_target(drafter, target)
+    check_verifiable(target)
+    target.generate = functools.partial(type(target).generate, target, assistant_model=drafter)
+
+
+def detach(target: PreTrainedModel) -> None:
+    """Undo [`attach`]."""
+    target.__dict__.pop("generate", None)
+
+
+def _wrap_assisted_decoding(original: Callable) -> Callable:
+    @functools.wraps(original)  # the host looks the argument `inputs_tensor` up by inspection
+    def _assisted_decoding(
+        self: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *args: Any,
+        assistant_model: PreTrainedModel | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not is_dspark_drafter(assistant_model):
+            return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+        own = {
+            name: kwargs.pop(name)
+            for name in ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
+            if name in kwargs
+        }
+        for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
+            kwargs.pop(name, None)
+        return Decoding(self, assistant_model, input_ids, *args, **own, model_kwargs=kwargs).run()
+
+    return _assisted_decoding
+
+
+def _wrap_validation(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _validate_generation_mode(
+        self: PreTrainedModel,
+        generation_mode: str,
+        generation_config: GenerationConfig,
+        generation_mode_kwargs: dict[str, Any],
+    ) -> None:
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if not is_dspark_drafter(drafter):
+            original(self, generation_mode, generation_config, generation_mode_kwargs)
+            return
+        check_mode(generation_config, generation_mode_kwargs)
+        check_verifiable(self)
+        check_target(drafter, self)
+        read_options(drafter, generation_config)
+
+    return _validate_generation_mode

@@ -1,0 +1,169 @@
+"""One target forward over an anchor and draft tokens for each row, with keys and values in slots.
+
+Attention gets an explicit additive mask, `slot of key <= slot of query` (and the window of sliding layers): rows may
+then stand at different lengths, and what was rejected is never seen.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from dspark_hf.caches import SlotCache
+
+
+MASKED_IMPLEMENTATIONS = ("sdpa", "eager")
+NOT_FOR_VERIFICATION = ("attention_mask", "position_ids", "logits_to_keep", "inputs_embeds", "next_sequence_length")
+
+
+def cache_argument() -> str:
+    """Name of the cache argument: `cache`, or `past_key_values` before transformers 5.24."""
+    known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in known else "past_key_values"
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    r"""
+    Args:
+        logits (`torch.FloatTensor` of shape `(R, W, V)`): float32, the target's raw logits after each input token.
+        outputs (`ModelOutput`): What the target returned.
+    """
+
+    logits: torch.Tensor
+    outputs: ModelOutput
+
+
+class Verifier:
+    r"""
+    Runs the target after prefill.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        cache ([`SlotCache`]): Its keys and values, the prompt's already in it.
+        prompt_mask (`torch.BoolTensor` of shape `(R, P)`): False for padding; P is the number of columns in the cache.
+        model_kwargs (`dict`): What the host passes to every forward.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, cache: SlotCache, prompt_mask: torch.Tensor, model_kwargs: dict[str, Any]
+    ):
+        self.target = target
+        self.cache = cache
+        self.prompt_mask = prompt_mask
+        self.last_position = model_kwargs["position_ids"][..., -1:]
+        self.mask_dtype = target.dtype
+        self.config = target.config.get_text_config(decoder=True)
+        skipped = (*NOT_FOR_VERIFICATION, cache_argument())
+        self.model_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
+
+    def __call__(
+        self, tokens: torch.Tensor, slots: torch.Tensor, used: int, widths: torch.Tensor
+    ) -> Verification:
+        r"""
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, W)`): Anchors, then draft tokens.
+            slots (`torch.LongTensor` of shape `(R, W)`): Their slots, consecutive in each row.
+            used (`int`): Slots that attention reads; larger than every entry of `slots`.
+            widths (`torch.LongTensor` of shape `(R,)`): Input tokens of each row that matter. The others' outputs are
+                meaningless, and their positions stay within the row's text.
+        """
+        self.cache.prepare(slots, used)
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        within = slots[:, :1] + torch.minimum(columns, widths[:, None] - 1)
+        position_ids = self.last_position + 1 + within - self.prompt_mask.shape[1]
+        inputs = self.target.prepare_inputs_for_generation(
+            tokens,
+            attention_mask=self._masks(slots, used),
+            position_ids=position_ids,
+            is_first_iteration=False,
+            **{cache_argument(): self.cache},
+            **self._token_types(tokens.shape),
+        )
+        outputs = self.target(**inputs, return_dict=True)
+        return Verification(outputs.logits.float().to(tokens.device), outputs)
+
+    def _masks(self, slots: torch.Tensor, used: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        keys = torch.arange(used, device=slots.device)
+        prompt = self.prompt_mask
+        valid = torch.cat([prompt, prompt.new_ones(prompt.shape[0], used - prompt.shape[1])], dim=1)
+        visible = valid[:, None] & (keys <= slots[..., None])  # (R, W, used)
+        lowest = torch.finfo(self.mask_dtype).min
+
+        def additive(window: int | None) -> torch.Tensor:
+            seen = visible if window is None else visible & (keys > slots[..., None] - window)
+            return torch.where(seen, 0.0, lowest).to(self.mask_dtype)[:, None]
+
+        windows = mask_windows(self.config)
+        if isinstance(windows, dict):
+            return {layer_type: additive(window) for layer_type, window in windows.items()}
+        return additive(windows)
+
+    def _token_types(self, shape: torch.Size) -> dict[str, Any]:
+        """The other arguments, with token types continued as the host continues them."""
+        kwargs = dict(self.model_kwargs)
+        if kwargs.get("token_type_ids") is not None:
+            kwargs["token_type_ids"] = kwargs["token_type_ids"][:, -1:].expand(shape)
+        if kwargs.get("mm_token_type_ids") is not None:
+            kwargs["mm_token_type_ids"] = kwargs["mm_token_type_ids"].new_zeros(shape)
+        return kwargs
+
+
+def mask_windows(config: PreTrainedConfig) -> dict[str, int | None] | int | None:
+    """Windows of the masks that a target takes: one for each layer type, or a single one; `None` is full attention.
+
+    The cases are those of `transformers.masking_utils.create_masks_for_generate`, whose result every target accepts.
+
+    Raises:
+        NotImplementedError: For kinds of attention that no such mask describes.
+    """
+    layer_types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if layer_types is not None:
+        known = {"full_attention": None, "sliding_attention": window}
+        unknown = sorted(set(layer_types) - set(known))
+        if unknown:
+            raise NotImplementedError(
+                f"DSpark cannot mask the layer types {unknown} of {config.model_type!r}. Call generate() without "
+                "`assistant_model` for this target."
+            )
+        return {layer_type: known[layer_type] for layer_type in set(layer_types)}
+    if window is None and getattr(config, "attention_chunk_size", None) is not None:
+        raise NotImplementedError(
+            f"DSpark cannot mask the chunked attention of {config.model_type!r}. Call generate() without "
+            "`assistant_model` for this target."
+        )
+    return window
+
+
+def check_verifiable(target: PreTrainedModel) -> None:
+    r"""
+    Check, before any forward, that a target can be verified in slots.
+
+    Raises:
+        NotImplementedError: If it keeps recurrent states, shares keys and values between layers, takes no positions, or
+            its attention takes no additive mask; the message names the alternative.
+    """
+    name = type(target).__name__
+    instead = "Call generate() without `assistant_model` for this target."
+    if target.config.is_encoder_decoder:
+        raise NotImplementedError(f"DSpark drafts for decoder-only targets; {name} is an encoder-decoder. {instead}")
+    if getattr(target, "_is_stateful", False):
+        raise NotImplementedError(f"{name} keeps a recurrent state, which DSpark cannot roll back. {instead}")
+    if "position_ids" not in inspect.signature(target.forward).parameters:
+        raise NotImplementedError(f"{name} takes no `position_ids`, so its rows cannot advance separately. {instead}")
+    config = target.config.get_text_config(decoder=True)
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise NotImplementedError(
+            f"{name} shares keys and values between layers, which DSpark does not support. {instead}"
+        )
+    implementation = config._attn_implementation
+    if implementation not in MASKED_IMPLEMENTATIONS:
+        raise NotImplementedError(
+            f"DSpark needs an attention that takes an additive mask, {' or '.join(MASKED_IMPLEMENTATIONS)}; {name} uses "
+            f"{implementation!r}. Call target.set_attn_implementation('sdpa')."
+        )
+    mask_windows(config)
