@@ -5,6 +5,8 @@ overwritten before any mask lets it be seen, so nothing is copied, cropped or co
 The last slot of the buffer is a bin for keys that no row may see.
 """
 
+from typing import Any
+
 import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -26,8 +28,8 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: "SlotCache"):
         self.cache = cache
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
+        self.keys: Any = None
+        self.values: Any = None
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -39,18 +41,15 @@ class SlotLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states into the cache's current slots and return the used part of the buffers."""
-        if self.keys is None or self.values is None:
+        if self.keys is None:
             self.lazy_initialization(key_states, value_states)
-        self.write(self.cache.slots, key_states, value_states)
+        slots = self.cache.slots.to(key_states.device)[:, None, :, None]
+        self.keys.scatter_(2, slots.expand_as(key_states), key_states)
+        self.values.scatter_(2, slots.expand_as(value_states), value_states)
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
 
-    def write(self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            index = slots.to(states.device)[:, None, :, None].expand_as(states)
-            buffer.scatter_(2, index, states)
-
     def grow(self, capacity: int) -> None:
-        if self.keys is not None and self.values is not None:
+        if self.keys is not None:
             old = self.keys.shape[2] - 1  # the bin moves to the new end
             for name in ("keys", "values"):
                 grown = _zeros_like(getattr(self, name), capacity)
@@ -77,6 +76,8 @@ class SlotCache(Cache):
         num_layers (`int`): Layers of the model that uses it.
     """
 
+    layers: list[Any]
+
     def __init__(self, num_layers: int):
         self.capacity = 0
         self.used = 0
@@ -102,7 +103,7 @@ class SlotCache(Cache):
         for layer in self.layers:
             layer.grow(self.capacity)
 
-    def read_host(self, host: Cache, columns: int) -> None:
+    def read_host(self, host: Any, columns: int) -> None:
         """Copy the first `columns` columns of a cache of transformers; its sliding layers have only the last ones."""
         self.reserve(columns)
         self.used = columns
@@ -115,11 +116,12 @@ class SlotCache(Cache):
             mine.keys[:, :, columns - stored : columns] = keys
             mine.values[:, :, columns - stored : columns] = values
 
-    def write_host(self, host: Cache, columns: int) -> None:
+    def write_host(self, host: Any, columns: int) -> None:
         """Bring a cache that [`read_host`] read up to `columns` columns, in its own layout."""
         for mine, theirs in zip(self.layers, host.layers, strict=True):
             keys, values = mine.keys[:, :, :columns], mine.values[:, :, :columns]
-            if isinstance(theirs, cache_utils.StaticLayer):
+            is_static = isinstance(theirs, cache_utils.StaticLayer)
+            if is_static:
                 size = min(columns, theirs.keys.shape[2])
                 theirs.keys[:, :, :size] = keys[:, :, -size:]
                 theirs.values[:, :, :size] = values[:, :, -size:]

@@ -1,0 +1,112 @@
+"""Command line: `dspark-hf generate`.
+
+    dspark-hf generate --target Qwen/Qwen3-4B --drafter deepseek-ai/dspark_qwen3_4b_block7 --prompt "Why is the sky blue?"
+
+Text is streamed to standard output; the run's statistics end it in one line on standard error.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+
+from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status: 0, or 2 after an error in what was asked for."""
+    args = _parser().parse_args(arguments)
+    try:
+        args.run(args)
+    except (ValueError, NotImplementedError, OSError) as error:
+        sys.stderr.write(f"dspark-hf {args.command}: {error}\n")
+        return 2
+    return 0
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Stream a reply and end with one line of statistics."""
+    target, drafter, tokenizer = load_pair(args.target, args.drafter, args.device, args.dtype)
+    if args.seed is not None:
+        set_seed(args.seed)
+    output = target.generate(
+        **encode_prompt(tokenizer, args.prompt, args.raw).to(target.device),
+        assistant_model=drafter,
+        max_new_tokens=args.max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        return_dict_in_generate=True,
+        **_sampling(args),
+        **_scheduling(args),
+    )
+    sys.stderr.write(output.statistics.summary() + "\n")
+
+
+def load_pair(target: str, drafter: str, device: str, dtype: str) -> tuple[Any, DSparkDraftModel, Any]:
+    r"""
+    Load target, drafter and tokenizer onto one device.
+
+    Args:
+        target (`str`): Folder or Hub name of the target.
+        drafter (`str`): Folder or Hub name of the drafter.
+        device (`str`): torch device.
+        dtype (`str`): `"auto"` or a torch dtype's name, for both models.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device)
+    return model, DSparkDraftModel.from_pretrained(drafter, dtype=dtype).to(device), tokenizer
+
+
+def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> Any:
+    """Encode a prompt as the user's turn of a chat, or as it is when `raw` or when there is no chat template."""
+    if raw or tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")
+    chat = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    if args.temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+
+
+def _scheduling(args: argparse.Namespace) -> dict[str, Any]:
+    options = {
+        "num_assistant_tokens": args.num_draft_tokens,
+        "num_assistant_tokens_schedule": args.schedule,
+        "assistant_confidence_threshold": args.threshold,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dspark-hf", description="DSpark speculative decoding for transformers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("generate", help="stream a reply and end with its statistics")
+    command.set_defaults(run=generate)
+    command.add_argument("--target", required=True, help="folder or Hub name of the target")
+    command.add_argument("--drafter", required=True, help="folder or Hub name of the drafter")
+    command.add_argument("--prompt", required=True)
+    command.add_argument("--raw", action="store_true", help="do not put the prompt into the chat template")
+    command.add_argument("--max-new-tokens", type=int, default=256)
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    command.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
+    command.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
+    command.add_argument("--seed", type=int)
+    command.add_argument("--num-draft-tokens", type=int, help="most draft tokens to verify a round (default: block size)")
+    command.add_argument("--schedule", choices=("constant", "threshold"), help="default: the drafter's own")
+    command.add_argument("--threshold", type=float, help="confidence threshold, with --schedule threshold")
+    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

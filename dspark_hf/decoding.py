@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from dspark_hf.caches import SlotCache, check_host_cache
 from dspark_hf.calibration import calibrated_confidence
 from dspark_hf.committing import BlockCommitter, Committer, StepCommitter
 from dspark_hf.drafting import Context, Drafting
+from dspark_hf.host import TargetModel, cache_argument, was_passed_by_user
 from dspark_hf.metrics import DecodingStatistics, PhaseTimer
 from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
 from dspark_hf.options import check_prompt, read_options
@@ -26,7 +27,7 @@ from dspark_hf.processors import Processors, check_processors
 from dspark_hf.sampling import Sampler
 from dspark_hf.sequences import Sequences, StopRules
 from dspark_hf.taps import TapRecorder
-from dspark_hf.verification import Verification, Verifier, cache_argument
+from dspark_hf.verification import Verification, Verifier
 
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Decoding:
 
     def __init__(
         self,
-        target: PreTrainedModel,
+        target: TargetModel,
         drafter: DSparkDraftModel,
         input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
@@ -72,7 +73,7 @@ class Decoding:
         self.synced_gpus, self.streamer = synced_gpus, streamer
         check_prompt(input_ids, model_kwargs.get("attention_mask"), drafter)
         check_processors(logits_processor)
-        self.host_cache = model_kwargs.get(cache_argument())
+        self.host_cache: Any = model_kwargs.get(cache_argument())
         check_host_cache(self.host_cache)
         self.options = read_options(drafter, generation_config)
         self.sampler = Sampler(bool(generation_config.do_sample))
@@ -153,9 +154,7 @@ class Decoding:
             draft.tokens = draft.tokens.masked_fill(finished[:, None], self.sequences.pad_token_id)
         return draft
 
-    def _choose(
-        self, index: int, logits: torch.Tensor, drafted: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, index: int, logits: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw draft token `index` + 1 of every row, through the processors that the target's scores go through."""
         if self.draft_processors.read_history:
             self.sequences.write_ahead(drafted)
@@ -271,7 +270,7 @@ class Decoding:
             return sequences
         statistics = replace(self.statistics, seconds=self.timer.seconds())
         return DSparkGenerateOutput(
-            sequences=sequences,
+            sequences=sequences,  # type: ignore[arg-type]
             scores=self.outputs.scores,
             logits=self.outputs.logits,
             attentions=self.outputs.attentions,
@@ -279,8 +278,3 @@ class Decoding:
             statistics=statistics,
             **{cache_argument(): self.host_cache},
         )
-
-
-def was_passed_by_user(cache: Any) -> bool:
-    """Whether the user holds this cache. Before transformers 5.24 the host does not say, so it is assumed."""
-    return getattr(cache, "_is_user_defined", cache_argument() != "cache")

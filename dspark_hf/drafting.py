@@ -5,20 +5,21 @@ on, where the next context overwrites them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 
 from dspark_hf.caches import SlotCache
+from dspark_hf.host import TargetModel
 from dspark_hf.modeling.modeling_dspark import Choose, DSparkDraft, DSparkDraftModel, draft_attention_mask
 
 
 class BorrowedHead(nn.Module):
     """The rows of the target's head for the tokens that a reduced vocabulary keeps."""
 
-    def __init__(self, head: nn.Module, kept: torch.Tensor):
+    def __init__(self, head: Any, kept: torch.Tensor):
         super().__init__()
         self.weight = nn.Parameter(head.weight[kept], requires_grad=False)
         bias = getattr(head, "bias", None)
@@ -56,9 +57,7 @@ class Drafting:
         first_slot (`int`): First column whose taps are known; earlier ones were in a cache that the user passed.
     """
 
-    def __init__(
-        self, drafter: DSparkDraftModel, target: PreTrainedModel, prompt_mask: torch.Tensor, first_slot: int
-    ):
+    def __init__(self, drafter: DSparkDraftModel, target: TargetModel, prompt_mask: torch.Tensor, first_slot: int):
         self.drafter = drafter
         self.embed_tokens = drafter.embed_tokens if drafter.config.has_embedding else target.get_input_embeddings()
         self.lm_head = drafter.lm_head if drafter.config.has_lm_head else _borrow_head(drafter, target)
@@ -124,7 +123,7 @@ class Drafting:
         return torch.where(slots < columns, in_prompt, slots - self.padding)
 
 
-def _borrow_head(drafter: DSparkDraftModel, target: PreTrainedModel) -> nn.Module:
+def _borrow_head(drafter: DSparkDraftModel, target: TargetModel) -> nn.Module:
     head = target.get_output_embeddings()
     kept = drafter.kept_token_ids
     return head if kept is None else BorrowedHead(head, kept)

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from dspark_hf.decoding import Decoding
+from dspark_hf.host import TargetModel
 from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.options import check_mode, read_options
@@ -33,7 +34,6 @@ from dspark_hf.taps import check_target
 from dspark_hf.verification import check_verifiable
 
 
-WRAPPED = ("_assisted_decoding", "_validate_generation_mode")
 _originals: dict[str, Callable] = {}
 
 
@@ -53,9 +53,9 @@ def enable() -> None:
     """Let `generate(assistant_model=<DSpark drafter>)` run DSpark. Nothing else changes; a second call does nothing."""
     if _originals:
         return
-    _originals.update({name: getattr(GenerationMixin, name) for name in WRAPPED})
-    GenerationMixin._assisted_decoding = _wrap_assisted_decoding(_originals["_assisted_decoding"])
-    GenerationMixin._validate_generation_mode = _wrap_validation(_originals["_validate_generation_mode"])
+    for name, wrap in WRAPPERS.items():
+        _originals[name] = getattr(GenerationMixin, name)
+        setattr(GenerationMixin, name, wrap(_originals[name]))
     setattr(sys.modules["transformers"], DSparkDraftModel.__name__, DSparkDraftModel)
 
 
@@ -68,7 +68,7 @@ def disable() -> None:
     _originals.clear()
 
 
-def attach(target: PreTrainedModel, drafter: DSparkDraftModel) -> None:
+def attach(target: TargetModel, drafter: DSparkDraftModel) -> None:
     r"""
     Make `target.generate(...)` use a drafter without being told, for code that cannot pass `assistant_model`.
 
@@ -84,10 +84,10 @@ def attach(target: PreTrainedModel, drafter: DSparkDraftModel) -> None:
         raise RuntimeError("dspark_hf is disabled; call dspark_hf.enable() before attach().")
     check_target(drafter, target)
     check_verifiable(target)
-    target.generate = functools.partial(type(target).generate, target, assistant_model=drafter)
+    target.__dict__["generate"] = functools.partial(type(target).generate, target, assistant_model=drafter)
 
 
-def detach(target: PreTrainedModel) -> None:
+def detach(target: TargetModel) -> None:
     """Undo [`attach`]."""
     target.__dict__.pop("generate", None)
 
@@ -95,14 +95,13 @@ def detach(target: PreTrainedModel) -> None:
 def _wrap_assisted_decoding(original: Callable) -> Callable:
     @functools.wraps(original)  # the host looks the argument `inputs_tensor` up by inspection
     def _assisted_decoding(
-        self: PreTrainedModel,
+        self: TargetModel,
         input_ids: torch.Tensor,
-        *args: Any,
         assistant_model: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> Any:
         if not is_dspark_drafter(assistant_model):
-            return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+            return original(self, input_ids, assistant_model=assistant_model, **kwargs)
         own = {
             name: kwargs.pop(name)
             for name in ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
@@ -110,7 +109,7 @@ def _wrap_assisted_decoding(original: Callable) -> Callable:
         }
         for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
-        return Decoding(self, assistant_model, input_ids, *args, **own, model_kwargs=kwargs).run()
+        return Decoding(self, assistant_model, input_ids, **own, model_kwargs=kwargs).run()
 
     return _assisted_decoding
 
@@ -118,7 +117,7 @@ def _wrap_assisted_decoding(original: Callable) -> Callable:
 def _wrap_validation(original: Callable) -> Callable:
     @functools.wraps(original)
     def _validate_generation_mode(
-        self: PreTrainedModel,
+        self: TargetModel,
         generation_mode: str,
         generation_config: GenerationConfig,
         generation_mode_kwargs: dict[str, Any],
@@ -133,3 +132,6 @@ def _wrap_validation(original: Callable) -> Callable:
         read_options(drafter, generation_config)
 
     return _validate_generation_mode
+
+
+WRAPPERS = {"_assisted_decoding": _wrap_assisted_decoding, "_validate_generation_mode": _wrap_validation}

@@ -6,6 +6,7 @@ tokens it kept; draft tokens after the cut count as not verified. Prefill is no 
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -109,7 +110,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device):
         self._on_cuda = device.type == "cuda"
-        self._marks: list[tuple[str, torch.cuda.Event | float]] = [("", self._now())]
+        self._marks: list[tuple[str, Any]] = [("", self._now())]
 
     def mark(self, phase: str) -> None:
         """Give the time since the last mark to `phase`."""
@@ -124,7 +125,7 @@ class PhaseTimer:
             totals[phase] += start.elapsed_time(end) / 1000 if self._on_cuda else end - start
         return totals
 
-    def _now(self) -> "torch.cuda.Event | float":
+    def _now(self) -> Any:
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -1,11 +1,11 @@
 """What `return_dict_in_generate=True` returns: the host's fields in the host's shapes, and the run's statistics."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.utils import ModelOutput
 
 from dspark_hf.metrics import DecodingStatistics
 
@@ -36,14 +36,13 @@ class OutputRecorder:
     def wanted(self) -> bool:
         return any(kept is not None for kept in (self.scores, self.logits, self.attentions, self.hidden_states))
 
-    def add(
-        self, scores: torch.Tensor, logits: torch.Tensor, outputs: ModelOutput, index: int | None, used: int
-    ) -> None:
+    def add(self, scores: torch.Tensor, logits: torch.Tensor, outputs: Any, index: int | None, used: int) -> None:
         r"""
         Record one token of every row.
 
         Args:
-            scores, logits (`torch.FloatTensor` of shape `(R, V)`): Processed and raw.
+            scores (`torch.FloatTensor` of shape `(R, V)`): Processed.
+            logits (`torch.FloatTensor` of shape `(R, V)`): Raw.
             outputs (`ModelOutput`): Of the forward that gave them.
             index (`int`, *optional*): Which input token of that forward; `None` keeps all, for prefill.
             used (`int`): Columns of the cache that plain generation would have had.

@@ -6,6 +6,7 @@ generation would call it, for the whole batch and one committed token after the 
 """
 
 import copy
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
@@ -52,7 +53,7 @@ class Processors:
     def __init__(self, processors: LogitsProcessorList, only_stateless: bool = False):
         stateless = [processor for processor in processors if is_stateless(processor)]
         self.all_stateless = len(stateless) == len(processors)
-        self.processors = LogitsProcessorList(stateless) if only_stateless else processors
+        self.processors: Any = LogitsProcessorList(stateless) if only_stateless else processors
         self.read_history = any(type(processor).__name__ not in IGNORE_HISTORY for processor in self.processors)
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ class Processors:
         for length in sorted(set(lengths)):
             entries = [n for n, own in enumerate(lengths) if own == length]
             of_rows = [rows[n] for n in entries]
-            processors = LogitsProcessorList(_for_rows(processor, of_rows) for processor in self.processors)
+            processors: Any = LogitsProcessorList(_for_rows(processor, of_rows) for processor in self.processors)
             processed[entries] = processors(tokens[of_rows, :length], scores[entries])
         return processed
 

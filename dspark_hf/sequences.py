@@ -4,6 +4,7 @@ Rows may stand at different lengths. Columns beyond a row's length hold draft to
 [`Sequences.result`] fills them with padding.
 """
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,9 @@ class StopRules:
 
     def __init__(self, criteria: StoppingCriteriaList, device: torch.device):
         self.criteria = criteria
-        self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=None)
+        self.max_length: int = min(
+            (c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=sys.maxsize
+        )
         ends = [c.eos_token_id.to(device).flatten() for c in criteria if type(c) is EosTokenCriteria]
         self.eos_token_ids = torch.cat(ends) if ends else torch.zeros(0, dtype=torch.long, device=device)
         self.stop_strings = [c for c in criteria if type(c) is StopStringCriteria]
@@ -66,9 +69,7 @@ class Sequences:
 
     def tokens_left(self, row: int) -> int:
         """Tokens that a row may still get; 0 when it is finished."""
-        if self.finished[row]:
-            return 0
-        return self.stop.max_length - self.lengths[row]
+        return 0 if self.finished[row] else self.stop.max_length - self.lengths[row]
 
     def last_tokens(self) -> torch.Tensor:
         """The last token of each row, `(R,)`: the anchors."""
@@ -85,7 +86,7 @@ class Sequences:
     def advance(self, counts: Sequence[int], stopped: Sequence[bool]) -> None:
         """Make the first `counts[r]` tokens that were written ahead part of row r, and mark the rows that end."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        at_limit = [self.stop.max_length is not None and length >= self.stop.max_length for length in self.lengths]
+        at_limit = [length >= self.stop.max_length for length in self.lengths]
         self.finished = [f or s or m for f, s, m in zip(self.finished, stopped, at_limit, strict=True)]
 
     def result(self) -> torch.Tensor:

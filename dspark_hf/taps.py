@@ -4,12 +4,14 @@ Hooks see the raw output of a layer on every release of transformers, which `out
 last entry is normed, and the meaning of a list changed between releases. Tap -1 is the input of the first layer.
 """
 
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
+from dspark_hf.host import TargetModel
 from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 
@@ -17,7 +19,7 @@ from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 LAYER_LIST_NAMES = ("layers", "h", "blocks")
 
 
-def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
+def decoder_layers(target: TargetModel) -> nn.ModuleList:
     """Return the target's decoder layers.
 
     Raises:
@@ -45,7 +47,7 @@ class TapRecorder:
         dtype (`torch.dtype`): What they are cast to.
     """
 
-    def __init__(self, target: PreTrainedModel, layer_ids: list[int], device: torch.device, dtype: torch.dtype):
+    def __init__(self, target: TargetModel, layer_ids: list[int], device: torch.device, dtype: torch.dtype):
         self.layers = decoder_layers(target)
         self.layer_ids = layer_ids
         self.device = device
@@ -79,17 +81,17 @@ class TapRecorder:
             parts.clear()
         return torch.cat(taps, dim=-1)
 
-    def _output_hook(self, layer_id: int):  # type: ignore[no-untyped-def]
-        def record(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
+    def _output_hook(self, layer_id: int) -> Callable[[nn.Module, tuple, Any], None]:
+        def record(_module: nn.Module, _args: tuple, output: Any) -> None:
             self._recorded[layer_id].append(output[0] if isinstance(output, tuple) else output)
 
         return record
 
-    def _record_input(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _record_input(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._recorded[-1].append(args[0] if args else kwargs["hidden_states"])
 
 
-def check_target(drafter: DSparkDraftModel, target: PreTrainedModel) -> None:
+def check_target(drafter: DSparkDraftModel, target: TargetModel) -> None:
     r"""
     Check that a drafter was made for targets of this shape.
 

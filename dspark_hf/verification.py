@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
 from dspark_hf.caches import SlotCache
+from dspark_hf.host import TargetModel, cache_argument
 
 
 MASKED_IMPLEMENTATIONS = ("sdpa", "eager")
 NOT_FOR_VERIFICATION = ("attention_mask", "position_ids", "logits_to_keep", "inputs_embeds", "next_sequence_length")
-
-
-def cache_argument() -> str:
-    """Name of the cache argument: `cache`, or `past_key_values` before transformers 5.24."""
-    known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    return "cache" if "cache" in known else "past_key_values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +43,7 @@ class Verifier:
         model_kwargs (`dict`): What the host passes to every forward.
     """
 
-    def __init__(
-        self, target: PreTrainedModel, cache: SlotCache, prompt_mask: torch.Tensor, model_kwargs: dict[str, Any]
-    ):
+    def __init__(self, target: TargetModel, cache: SlotCache, prompt_mask: torch.Tensor, model_kwargs: dict[str, Any]):
         self.target = target
         self.cache = cache
         self.prompt_mask = prompt_mask
@@ -60,9 +53,7 @@ class Verifier:
         skipped = (*NOT_FOR_VERIFICATION, cache_argument())
         self.model_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
 
-    def __call__(
-        self, tokens: torch.Tensor, slots: torch.Tensor, used: int, widths: torch.Tensor
-    ) -> Verification:
+    def __call__(self, tokens: torch.Tensor, slots: torch.Tensor, used: int, widths: torch.Tensor) -> Verification:
         r"""
         Args:
             tokens (`torch.LongTensor` of shape `(R, W)`): Anchors, then draft tokens.
@@ -139,7 +130,7 @@ def mask_windows(config: PreTrainedConfig) -> dict[str, int | None] | int | None
     return window
 
 
-def check_verifiable(target: PreTrainedModel) -> None:
+def check_verifiable(target: TargetModel) -> None:
     r"""
     Check, before any forward, that a target can be verified in slots.
 

@@ -1,0 +1,23 @@
+"""What differs between releases of transformers, in one place."""
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from transformers import GenerationMixin, PreTrainedModel
+
+
+if TYPE_CHECKING:
+    TargetModel = Any  # no class of transformers declares both the model and what generation calls on it
+else:
+    TargetModel = PreTrainedModel
+
+
+def cache_argument() -> str:
+    """Name of the cache argument: `cache`, or `past_key_values` before transformers 5.24."""
+    known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in known else "past_key_values"
+
+
+def was_passed_by_user(cache: Any) -> bool:
+    """Whether the user holds this cache. Before transformers 5.24 the host does not say, so it is assumed."""
+    return getattr(cache, "_is_user_defined", cache_argument() != "cache")
