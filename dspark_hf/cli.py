@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def generate(args: argparse.Namespace) -> None:
     """Stream a reply and end with one line of statistics."""
     target, drafter, tokenizer = load_pair(args.target, args.drafter, args.device, args.dtype)
+    drafter.generation_config.update(**_scheduling(args))
     if args.seed is not None:
         set_seed(args.seed)
     output = target.generate(
@@ -43,7 +44,6 @@ def generate(args: argparse.Namespace) -> None:
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         return_dict_in_generate=True,
         **_sampling(args),
-        **_scheduling(args),
     )
     sys.stderr.write(output.statistics.summary() + "\n")
 
@@ -59,8 +59,8 @@ def load_pair(target: str, drafter: str, device: str, dtype: str) -> tuple[Any, 
         dtype (`str`): `"auto"` or a torch dtype's name, for both models.
     """
     tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device)
-    return model, DSparkDraftModel.from_pretrained(drafter, dtype=dtype).to(device), tokenizer
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+    return model.to(device), DSparkDraftModel.from_pretrained(drafter, dtype=dtype).to(device), tokenizer
 
 
 def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> Any:
@@ -100,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
     command.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
     command.add_argument("--seed", type=int)
-    command.add_argument("--num-draft-tokens", type=int, help="most draft tokens to verify a round (default: block size)")
+    command.add_argument(
+        "--num-draft-tokens", type=int, help="most draft tokens to verify a round (default: block size)"
+    )
     command.add_argument("--schedule", choices=("constant", "threshold"), help="default: the drafter's own")
     command.add_argument("--threshold", type=float, help="confidence threshold, with --schedule threshold")
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from dspark_hf.caches import SlotCache, check_host_cache
 from dspark_hf.calibration import calibrated_confidence
 from dspark_hf.committing import BlockCommitter, Committer, StepCommitter
-from dspark_hf.drafting import Context, Drafting
+from dspark_hf.drafting import Context, Drafting, share_with_target
 from dspark_hf.host import TargetModel, cache_argument, was_passed_by_user
 from dspark_hf.metrics import DecodingStatistics, PhaseTimer
 from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
@@ -76,6 +76,7 @@ class Decoding:
         self.host_cache: Any = model_kwargs.get(cache_argument())
         check_host_cache(self.host_cache)
         self.options = read_options(drafter, generation_config)
+        share_with_target(drafter, target)
         self.sampler = Sampler(bool(generation_config.do_sample))
         self.processors = Processors(logits_processor)
         self.draft_processors = Processors(logits_processor, only_stateless=True)

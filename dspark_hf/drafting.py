@@ -123,6 +123,25 @@ class Drafting:
         return torch.where(slots < columns, in_prompt, slots - self.padding)
 
 
+def share_with_target(drafter: DSparkDraftModel, target: TargetModel) -> None:
+    """Let the drafter use the target's embedding and head where its own are equal, to hold them in memory once.
+
+    The comparison reads both, so each pair is compared once.
+    """
+    if getattr(drafter, "_compared_with", None) == id(target):
+        return
+    drafter._compared_with = id(target)
+    pairs: list[tuple[Any, Any]] = [
+        (drafter.embed_tokens, target.get_input_embeddings()),
+        (drafter.lm_head, target.get_output_embeddings()),
+    ]
+    for own, lent in pairs:
+        if own is None or own.weight.shape != lent.weight.shape or own.weight.dtype != lent.weight.dtype:
+            continue
+        if own.weight.device == lent.weight.device and torch.equal(own.weight, lent.weight):
+            own.weight = lent.weight
+
+
 def _borrow_head(drafter: DSparkDraftModel, target: TargetModel) -> nn.Module:
     head = target.get_output_embeddings()
     kept = drafter.kept_token_ids

@@ -1,0 +1,1 @@
+"""Measuring: benchmarks that write one JSON record each."""
