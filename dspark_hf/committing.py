@@ -17,7 +17,7 @@ from dspark_hf.modeling.modeling_dspark import DSparkDraft
 from dspark_hf.outputs import OutputRecorder
 from dspark_hf.processors import Processors
 from dspark_hf.sampling import Sampler
-from dspark_hf.sequences import Sequences
+from dspark_hf.sequences import Sequences, upload
 from dspark_hf.verification import Verification
 
 
@@ -51,7 +51,7 @@ class BlockCommitter:
         device = draft.tokens.device
         sequences.write_ahead(draft.tokens)
         probs = self.sampler.distribution(self._process(verification.logits))
-        accepted = accept(draft.tokens, draft.probs, probs, torch.tensor(lengths, device=device), self.sampler)
+        accepted = accept(draft.tokens, draft.probs, probs, upload(lengths, device), self.sampler)
         tokens = torch.cat([draft.tokens, draft.tokens.new_zeros(len(sequences), 1)], dim=1)
         tokens.scatter_(1, accepted.num_accepted[:, None], accepted.bonus_token[:, None])
         ends = torch.isin(tokens, sequences.stop.eos_token_ids)
@@ -151,7 +151,7 @@ class StepCommitter:
         beyond = probs.new_zeros(
             len(sequences), offered.shape[1], probs.shape[-1]
         )  # p after the offered token: not needed
-        has_draft = torch.tensor([own > k for own in lengths], device=probs.device).long()
+        has_draft = upload([own > k for own in lengths], probs.device).long()
         result = accept(
             offered, draft.probs[:, k : k + 1], torch.cat([probs[:, None], beyond], dim=1), has_draft, sampler
         )
@@ -159,7 +159,7 @@ class StepCommitter:
         token = torch.where(passed, offered.squeeze(1), result.bonus_token) if offered.shape[1] else result.bonus_token
         goes_on = passed.tolist()  # one host sync a token: the user's own code decides what comes next
         if sequences.stop.pads_finished_rows:
-            done = torch.tensor(sequences.finished, device=token.device)
+            done = upload(sequences.finished, token.device)
             token = token.masked_fill(done, sequences.pad_token_id)
             goes_on = [own or finished for own, finished in zip(goes_on, sequences.finished, strict=True)]
         self._append(token)

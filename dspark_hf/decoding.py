@@ -25,9 +25,9 @@ from dspark_hf.options import check_prompt, read_options
 from dspark_hf.outputs import DSparkGenerateOutput, OutputRecorder
 from dspark_hf.processors import Processors, check_processors
 from dspark_hf.sampling import Sampler
-from dspark_hf.sequences import Sequences, StopRules
+from dspark_hf.sequences import Sequences, StopRules, upload
 from dspark_hf.taps import TapRecorder
-from dspark_hf.verification import Verification, Verifier
+from dspark_hf.verification import Verification, Verifier, learned_positions
 
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,11 @@ class Decoding:
         self.target, self.drafter = target, drafter
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
         self.synced_gpus, self.streamer = synced_gpus, streamer
+        self.host_cache: Any
+        self.position_limit = learned_positions(target)
         check_prompt(input_ids, model_kwargs.get("attention_mask"), drafter)
         check_processors(logits_processor)
-        self.host_cache: Any = model_kwargs.get(cache_argument())
+        self.host_cache = model_kwargs.get(cache_argument())
         check_host_cache(self.host_cache)
         self.options = read_options(drafter, generation_config)
         share_with_target(drafter, target)
@@ -126,9 +128,9 @@ class Decoding:
         self.timer.mark("commit")
 
     def _round(self) -> None:
-        caps = [min(self.options.max_draft_tokens, max(self.sequences.tokens_left(r) - 1, 0)) for r in self._rows]
+        caps = self._caps()
         anchors = self.sequences.last_tokens()
-        slots = torch.tensor(self._anchor_slots(), device=anchors.device)
+        slots = upload(self._anchor_slots(), anchors.device)
         draft = self._draft(anchors, slots, max(caps))
         self.timer.mark("draft")
         lengths = self._schedule(draft, caps)
@@ -151,7 +153,7 @@ class Decoding:
         used = max(self._anchor_slots()) + self.drafter.config.num_block_inputs
         draft = self.drafting.draft(anchors, slots, used, num_tokens, self._choose)
         if isinstance(self.commit, StepCommitter) and self.sequences.stop.pads_finished_rows:
-            finished = torch.tensor(self.sequences.finished, device=anchors.device)
+            finished = upload(self.sequences.finished, anchors.device)
             draft.tokens = draft.tokens.masked_fill(finished[:, None], self.sequences.pad_token_id)
         return draft
 
@@ -183,7 +185,10 @@ class Decoding:
     ) -> Verification:
         tokens = torch.cat([anchors[:, None], draft.tokens], dim=1)
         columns = slots[:, None] + torch.arange(tokens.shape[1], device=slots.device)
-        widths = torch.tensor(lengths, device=slots.device) + 1
+        if isinstance(self.commit, StepCommitter):  # rows that ended early go on as padding beside the others
+            done = self.sequences.finished
+            lengths = [max(lengths) if ended else own for ended, own in zip(done, lengths, strict=True)]
+        widths = upload(lengths, slots.device) + 1
         self.statistics.target_forwards += 1
         return self.verifier(tokens, columns, max(self._anchor_slots()) + tokens.shape[1], widths)
 
@@ -192,7 +197,7 @@ class Decoding:
         longest = max(counts)
         taps = self.taps.take()[:, :longest]
         columns = slots[:, None] + torch.arange(longest, device=slots.device)
-        self.drafting.observe(Context(taps, columns, torch.tensor(counts, device=slots.device)))
+        self.drafting.observe(Context(taps, columns, upload(counts, slots.device)))
 
     # What the steps need
 
@@ -202,6 +207,15 @@ class Decoding:
 
     def _anchor_slots(self) -> list[int]:
         return [self.prompt_columns + generated - 1 for generated in self.sequences.generated]
+
+    def _caps(self) -> list[int]:
+        """Most draft tokens to verify in each row: within the text's limit and a learned table of positions."""
+        caps = [min(self.options.max_draft_tokens, self.sequences.tokens_left(row) - 1) for row in self._rows]
+        if self.position_limit is not None:
+            caps = [
+                min(cap, self.position_limit - 1 - slot) for cap, slot in zip(caps, self._anchor_slots(), strict=True)
+            ]
+        return [max(cap, 0) for cap in caps]
 
     def _no_draft(self) -> DSparkDraft:
         rows, device = len(self.sequences), self.sequences.tokens.device
@@ -252,18 +266,19 @@ class Decoding:
         longest = max(self.sequences.generated)
         behind = [longest - generated for generated in self.sequences.generated]
         if any(behind) or self.synced_gpus:
-            self._run_padding(max(1, *behind))
+            self._run_padding([max(1, columns) for columns in behind])
         self.verifier.cache.write_host(self.host_cache, self.prompt_columns + longest - 1)
 
-    def _run_padding(self, width: int) -> None:
+    def _run_padding(self, widths: list[int]) -> None:
         """Rows that ended early go on as padding in plain generation, so their cache holds it: run it once."""
-        slots = torch.tensor(self._anchor_slots(), device=self.sequences.tokens.device)
+        width = max(widths)
+        slots = upload(self._anchor_slots(), self.sequences.tokens.device)
         anchors = self.sequences.last_tokens()
         pads = anchors.new_full((len(anchors), width), self.sequences.pad_token_id)
         tokens = torch.cat([anchors[:, None], pads[:, 1:]], dim=1)
         columns = slots[:, None] + torch.arange(width, device=slots.device)
         used = max(self._anchor_slots()) + width
-        self.verifier(tokens, columns, used, torch.full_like(slots, width))
+        self.verifier(tokens, columns, used, upload(widths, slots.device))
 
     def _result(self) -> DSparkGenerateOutput | torch.Tensor:
         sequences = self.sequences.result()

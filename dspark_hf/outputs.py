@@ -53,6 +53,8 @@ class OutputRecorder:
             self.logits += (logits,)
         column = slice(None) if index is None else slice(index, index + 1)
         if self.attentions is not None:
-            self.attentions += (tuple(layer[:, :, column, :used] for layer in outputs.attentions),)
+            # Implementations that compute no attention weights return None in their place.
+            layers = tuple(None if layer is None else layer[:, :, column, :used] for layer in outputs.attentions)
+            self.attentions += (layers,)
         if self.hidden_states is not None:
             self.hidden_states += (tuple(layer[:, column] for layer in outputs.hidden_states),)

@@ -15,6 +15,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 BUCKET = 256
 
 
+def upload(values: Sequence[int] | Sequence[bool], device: torch.device) -> torch.Tensor:
+    """Bring host numbers to a device without waiting for what is queued there."""
+    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 class StopRules:
     r"""
     The stopping criteria of one `generate()` call.
@@ -68,19 +73,19 @@ class Sequences:
         return [length - self.prompt_length for length in self.lengths]
 
     def tokens_left(self, row: int) -> int:
-        """Tokens that a row may still get; 0 when it is finished."""
-        return 0 if self.finished[row] else self.stop.max_length - self.lengths[row]
+        """Tokens that a row may still get, padding left out."""
+        padding = self.finished[row] and self.stop.pads_finished_rows
+        return 0 if padding else self.stop.max_length - self.lengths[row]
 
     def last_tokens(self) -> torch.Tensor:
         """The last token of each row, `(R,)`: the anchors."""
-        last = torch.tensor(self.lengths, device=self.tokens.device) - 1
+        last = upload(self.lengths, self.tokens.device) - 1
         return self.tokens.gather(1, last[:, None]).squeeze(1)
 
     def write_ahead(self, tokens: torch.Tensor) -> None:
         """Write `(R, N)` tokens after each row's text, without making them part of it."""
         self._reserve(max(self.lengths) + tokens.shape[1])
-        start = torch.tensor(self.lengths, device=tokens.device)
-        columns = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        columns = upload(self.lengths, tokens.device)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.tokens.scatter_(1, columns, tokens)
 
     def advance(self, counts: Sequence[int], stopped: Sequence[bool]) -> None:
@@ -92,9 +97,8 @@ class Sequences:
     def result(self) -> torch.Tensor:
         """All rows, `(R, longest)`, the shorter ones padded at the end."""
         longest = max(self.lengths)
-        beyond = torch.arange(longest, device=self.tokens.device) >= torch.tensor(self.lengths)[:, None].to(
-            self.tokens.device
-        )
+        device = self.tokens.device
+        beyond = torch.arange(longest, device=device) >= upload(self.lengths, device)[:, None]
         return self.tokens[:, :longest].masked_fill(beyond, self.pad_token_id)
 
     def _reserve(self, columns: int) -> None:

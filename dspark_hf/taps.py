@@ -16,6 +16,7 @@ from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 
 
+DRAFTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYER_LIST_NAMES = ("layers", "h", "blocks")
 
 
@@ -112,6 +113,11 @@ def check_target(drafter: DSparkDraftModel, target: TargetModel) -> None:
         raise ValueError(
             f"This drafter was made for another target{made_for}: it expects {', '.join(differences)}. Load the drafter "
             f"that was trained for {text.model_type!r} of this size."
+        )
+    if drafter.dtype not in DRAFTER_DTYPES:
+        raise ValueError(
+            f"The drafter is in {drafter.dtype}, which cannot meet the target's {target.dtype}. Load it with dtype='auto', "
+            "or call drafter.to(target.dtype)."
         )
     head_device = next(target.get_output_embeddings().parameters()).device
     if drafter.device != head_device:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
@@ -17,6 +18,7 @@ from dspark_hf.host import TargetModel, cache_argument
 
 
 MASKED_IMPLEMENTATIONS = ("sdpa", "eager")
+LEARNED_POSITION_NAMES = ("wpe", "embed_positions", "position_embeddings")
 NOT_FOR_VERIFICATION = ("attention_mask", "position_ids", "logits_to_keep", "inputs_embeds", "next_sequence_length")
 
 
@@ -128,6 +130,14 @@ def mask_windows(config: PreTrainedConfig) -> dict[str, int | None] | int | None
             "`assistant_model` for this target."
         )
     return window
+
+
+def learned_positions(target: TargetModel) -> int | None:
+    """Size of the target's table of learned positions, or `None` when it computes them."""
+    decoder = target.get_decoder()
+    if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in LEARNED_POSITION_NAMES):
+        return None
+    return target.config.get_text_config(decoder=True).max_position_embeddings
 
 
 def check_verifiable(target: TargetModel) -> None:

@@ -412,7 +412,8 @@ class DSparkDraftModel(PreTrainedModel):
                 found = _read_foreign(path, config_dict, tensors)
                 config, kwargs["key_mapping"] = found.config, found.key_mapping
         return_info = kwargs.pop("output_loading_info", False)
-        kwargs |= {"output_loading_info": True, "use_safetensors": True}
+        # Another shape is reported below, by name; transformers raises without one.
+        kwargs |= {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
         loaded: Any = super().from_pretrained(path, *model_args, config=config, **kwargs)
         model, info = loaded
         _check_every_weight_used(path, info)

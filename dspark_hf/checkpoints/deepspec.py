@@ -28,6 +28,8 @@ COPIED = (
     "bos_token_id",
     "eos_token_id",
 )
+UNREAD = {"sample_from_anchor": True, "dflash_query_causal": False, "attention_sink_bias": False}
+"""Fields that change the computation in relatives of this packaging, with the value that changes nothing."""
 MARKERS_OF_OTHERS = ("speculators_model_type", "dflash_config", "projector_type", "enable_qwen35_gated_q_proj")
 
 
@@ -44,9 +46,16 @@ def read(config: dict, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Check
     missing = [name for name in REQUIRED if name not in config]
     if missing:
         raise ValueError(f"A DeepSpec Qwen3 drafter needs the config fields {missing}, which are not there.")
+    unread = [name for name, neutral in UNREAD.items() if config.get(name, neutral) != neutral]
+    if config.get("draft_vocab_size") not in (None, config.get("vocab_size")):
+        unread.append("draft_vocab_size")
+    if unread:
+        raise ValueError(f"The config fields {unread} change what a drafter computes; this packaging is not read yet.")
     fields = {name: config[name] for name in COPIED if name in config}
-    if "rope_parameters" not in fields and "rope_theta" in config:
-        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    if not fields.get("rope_parameters") and config.get("rope_theta"):  # as transformers 4 wrote it
+        scaling = config.get("rope_scaling") or {}
+        rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+        fields["rope_parameters"] = scaling | {"rope_type": rope_type, "rope_theta": config["rope_theta"]}
     if "sliding_attention" in (config.get("layer_types") or []):
         fields["sliding_window"] = config.get("sliding_window")
     fields |= _heads(config, tensors) | {"target_model_type": "qwen3"}
@@ -63,10 +72,13 @@ def _heads(config: dict, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> dic
     rank = markov[1][1] if markov else 0
     if rank != config.get("markov_rank", rank):
         raise ValueError(f"The config says markov_rank {config['markov_rank']}, the tensors say {rank}.")
+    enabled = confidence is not None
+    if enabled != config.get("enable_confidence_head", enabled):
+        raise ValueError(f"The config says enable_confidence_head {not enabled}, the tensors say {enabled}.")
     return {
         "markov_rank": rank,
         "markov_head_type": config.get("markov_head_type") or "vanilla",
-        "enable_confidence_head": confidence is not None,
+        "enable_confidence_head": enabled,
         "confidence_head_with_markov": confidence is not None
         and rank > 0
         and confidence[1][1] > config["hidden_size"],
