@@ -27,7 +27,7 @@ from dspark_hf.processors import Processors, check_processors
 from dspark_hf.sampling import Sampler
 from dspark_hf.sequences import Sequences, StopRules, upload
 from dspark_hf.taps import TapRecorder
-from dspark_hf.verification import Verification, Verifier, learned_positions
+from dspark_hf.verification import Verification, Verifier, check_attentions, check_positions, learned_positions
 
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class Decoding:
         self.host_cache: Any
         self.position_limit = learned_positions(target)
         check_prompt(input_ids, model_kwargs.get("attention_mask"), drafter)
+        check_positions(model_kwargs["position_ids"], self.position_limit)
         check_processors(logits_processor)
         self.host_cache = model_kwargs.get(cache_argument())
         check_host_cache(self.host_cache)
@@ -85,6 +86,8 @@ class Decoding:
         stop = StopRules(stopping_criteria, input_ids.device)
         self.sequences = Sequences(input_ids, stop, generation_config._pad_token_tensor)
         self.outputs = OutputRecorder(generation_config)
+        if self.outputs.attentions is not None:
+            check_attentions(target, self.host_cache)
         self.statistics = DecodingStatistics(drafter.config.block_size)
 
     @torch.no_grad()
@@ -96,7 +99,10 @@ class Decoding:
             self._prefill()
             with self.target._optimize_model_for_decode():
                 while self._goes_on():
-                    self._round()
+                    if self.sequences.all_finished:
+                        self._keep_other_ranks_company()
+                    else:
+                        self._round()
                 self._return_cache()
         if self.streamer is not None:
             self.streamer.end()
@@ -137,15 +143,21 @@ class Decoding:
         self.timer.mark("schedule")
         width = max(lengths)
         draft = DSparkDraft(tokens=draft.tokens[:, :width], probs=draft.probs[:, :width])
-        verification = self._verify(anchors, slots, draft, lengths)
+        verification, taps = self._verify(anchors, slots, draft, lengths)
         self.timer.mark("verify")
         before = list(self.sequences.lengths)
         records = self.commit(draft, lengths, verification)
         counts = [now - then for now, then in zip(self.sequences.lengths, before, strict=True)]
-        self._observe(slots, counts)
+        self._observe(taps, slots, counts)
         self.statistics.records += records
         self._judge_drafter()
         self.timer.mark("commit")
+
+    def _keep_other_ranks_company(self) -> None:
+        """Under `synced_gpus` every rank runs a target forward a round until all are done."""
+        anchors = self.sequences.last_tokens()
+        slots = upload(self._anchor_slots(), anchors.device)
+        self._verify(anchors, slots, self._no_draft(), [0] * len(anchors))
 
     def _draft(self, anchors: torch.Tensor, slots: torch.Tensor, num_tokens: int) -> DSparkDraft:
         if num_tokens == 0:
@@ -182,7 +194,8 @@ class Decoding:
 
     def _verify(
         self, anchors: torch.Tensor, slots: torch.Tensor, draft: DSparkDraft, lengths: list[int]
-    ) -> Verification:
+    ) -> tuple[Verification, torch.Tensor]:
+        """Run the target; return its logits and the taps of its input tokens."""
         tokens = torch.cat([anchors[:, None], draft.tokens], dim=1)
         columns = slots[:, None] + torch.arange(tokens.shape[1], device=slots.device)
         if isinstance(self.commit, StepCommitter):  # rows that ended early go on as padding beside the others
@@ -190,14 +203,15 @@ class Decoding:
             lengths = [max(lengths) if ended else own for ended, own in zip(done, lengths, strict=True)]
         widths = upload(lengths, slots.device) + 1
         self.statistics.target_forwards += 1
-        return self.verifier(tokens, columns, max(self._anchor_slots()) + tokens.shape[1], widths)
+        self.taps.clear()  # a processor or criterion may have run the target itself
+        verification = self.verifier(tokens, columns, max(self._anchor_slots()) + tokens.shape[1], widths)
+        return verification, self.taps.take()
 
-    def _observe(self, slots: torch.Tensor, counts: list[int]) -> None:
+    def _observe(self, taps: torch.Tensor, slots: torch.Tensor, counts: list[int]) -> None:
         """Hand the taps of the anchors and the accepted tokens to the drafter."""
         longest = max(counts)
-        taps = self.taps.take()[:, :longest]
         columns = slots[:, None] + torch.arange(longest, device=slots.device)
-        self.drafting.observe(Context(taps, columns, upload(counts, slots.device)))
+        self.drafting.observe(Context(taps[:, :longest], columns, upload(counts, slots.device)))
 
     # What the steps need
 

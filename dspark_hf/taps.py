@@ -4,6 +4,7 @@ Hooks see the raw output of a layer on every release of transformers, which `out
 last entry is normed, and the meaning of a list changed between releases. Tap -1 is the input of the first layer.
 """
 
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -39,7 +40,7 @@ def decoder_layers(target: TargetModel) -> nn.ModuleList:
 
 class TapRecorder:
     r"""
-    Records the taps of every target forward inside a `with` block.
+    Records the taps of every target forward inside a `with` block, but for those of other threads.
 
     Args:
         target (`PreTrainedModel`): The model to read.
@@ -54,6 +55,7 @@ class TapRecorder:
         self.device = device
         self.dtype = dtype
         self._recorded: dict[int, list[torch.Tensor]] = {layer_id: [] for layer_id in layer_ids}
+        self._thread = threading.get_ident()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> "TapRecorder":
@@ -78,18 +80,26 @@ class TapRecorder:
             torch.cat([part.to(device=self.device, dtype=self.dtype) for part in self._recorded[layer_id]], dim=1)
             for layer_id in self.layer_ids
         ]
+        self.clear()
+        return torch.cat(taps, dim=-1)
+
+    def clear(self) -> None:
+        """Forget what was recorded: a forward that somebody else ran."""
         for parts in self._recorded.values():
             parts.clear()
-        return torch.cat(taps, dim=-1)
 
     def _output_hook(self, layer_id: int) -> Callable[[nn.Module, tuple, Any], None]:
         def record(_module: nn.Module, _args: tuple, output: Any) -> None:
-            self._recorded[layer_id].append(output[0] if isinstance(output, tuple) else output)
+            self._record(layer_id, output[0] if isinstance(output, tuple) else output)
 
         return record
 
     def _record_input(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._recorded[-1].append(args[0] if args else kwargs["hidden_states"])
+        self._record(-1, args[0] if args else kwargs["hidden_states"])
+
+    def _record(self, layer_id: int, hidden_states: torch.Tensor) -> None:
+        if threading.get_ident() == self._thread:
+            self._recorded[layer_id].append(hidden_states)
 
 
 def check_target(drafter: DSparkDraftModel, target: TargetModel) -> None:

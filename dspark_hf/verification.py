@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils import ModelOutput
 
 from dspark_hf.caches import SlotCache
@@ -138,6 +139,36 @@ def learned_positions(target: TargetModel) -> int | None:
     if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in LEARNED_POSITION_NAMES):
         return None
     return target.config.get_text_config(decoder=True).max_position_embeddings
+
+
+def check_positions(position_ids: torch.Tensor, limit: int | None) -> None:
+    r"""
+    Check that the prompt fits into a table of learned positions.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if limit is not None and int(position_ids.max()) >= limit:
+        raise ValueError(
+            f"The prompt has {int(position_ids.max()) + 1} tokens, the target's learned positions end at {limit}. "
+            "Shorten the prompt."
+        )
+
+
+def check_attentions(target: TargetModel, cache: Cache) -> None:
+    r"""
+    Check that attentions can be returned in the shapes of plain generation, which shows every key so far.
+
+    Raises:
+        NotImplementedError: If layers are sliding, or the cache has a fixed size.
+    """
+    windows = mask_windows(target.config.get_text_config(decoder=True))
+    sliding = any(windows.values()) if isinstance(windows, dict) else windows is not None
+    if sliding or any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        raise NotImplementedError(
+            "output_attentions=True does not work with a DSpark drafter and a sliding or static cache: leave it out, or "
+            "call generate() without `assistant_model`."
+        )
 
 
 def check_verifiable(target: TargetModel) -> None:

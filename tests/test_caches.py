@@ -68,11 +68,11 @@ def test_growth_keeps_the_content_and_empties_the_bin():
     before = cache.capacity
     cache.prepare(slots([columns], [columns]), columns + 1)
     assert cache.capacity > before
+    assert cache.layers[0].keys[:, :, columns:].abs().sum() == 0
     keys, values = cache.update(states(1, seed=3), states(1, seed=3), 0)
     assert torch.equal(keys[:, :, :columns], states(columns))
     assert torch.equal(values[:, :, :columns], states(columns, seed=1))
     assert torch.equal(keys[:, :, columns:], states(1, seed=3))
-    assert cache.layers[0].keys[:, :, columns + 1 :].abs().sum() == 0
     new_keys, _ = cache.update(states(1, seed=3), states(1, seed=3), 1)
     assert new_keys.shape[2] == columns + 1
 
@@ -123,7 +123,7 @@ def same_host_cache(actual: Cache, expected: Cache) -> None:
     """Equal in layout and content, and in what they do with the next column."""
     for step in range(2):
         assert int(actual.get_seq_length()) == int(expected.get_seq_length())
-        for index, (mine, theirs) in enumerate(zip(actual.layers, expected.layers, strict=True)):
+        for mine, theirs in zip(actual.layers, expected.layers, strict=True):
             assert type(mine) is type(theirs)
             assert torch.equal(mine.keys, theirs.keys)
             assert torch.equal(mine.values, theirs.values)

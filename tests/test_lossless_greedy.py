@@ -244,6 +244,7 @@ def test_no_drafter_changes_a_forced_first_token(name, rows):
     assert plain[:, 1].tolist() == [33] * rows
 
 
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
 def test_repetition_penalty_may_leave_the_prompt_out():
     """The penalty then keeps a number for each row, which must follow the row through a ragged batch."""
     embeds = llama().get_input_embeddings()(left_padded([5, 9, 7])["input_ids"])
@@ -370,7 +371,8 @@ class StopAfterToken(StoppingCriteria):
 @drafters_and_batches(ROWS)
 @pytest.mark.parametrize("ends", [None, EOS], ids=["without eos", "with eos"])
 def test_custom_criteria_at_each_slot_of_a_block(name, ends, lengths):
-    for slot, token in enumerate(text_of_first_row()):
+    for slot in (0, 1, BLOCK, BLOCK + 1, BLOCK + 2):  # prefill, first and last draft token, bonus token, next round
+        token = text_of_first_row()[slot]
         options = {"stopping_criteria": [StopAfterToken(token)], "eos_token_id": ends, "max_new_tokens": SHORT}
         inputs = left_padded(list(lengths), SEED)
         plain = plain_output(llama(), inputs, options)

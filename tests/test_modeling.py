@@ -316,7 +316,15 @@ class Rows:
         handle = self.drafter.register_forward_hook(lambda module, args, output: seen.append(output[0]))
         draft = self.drafting.draft(anchors, slots, used, self.drafter.config.block_size, choose)
         handle.remove()
+        self.check_slots()
         return seen[0], torch.stack(choose.logits, dim=1), draft
+
+    def check_slots(self):
+        """One forward must not write a slot twice: which write wins is undefined on a GPU."""
+        cache = self.drafting.cache
+        for row in cache.slots.tolist():
+            kept = [slot for slot in row if slot != cache.bin]
+            assert len(kept) == len(set(kept))
 
     def check(self, rows=None):
         """Draft, and compare each row with the uncached reference."""

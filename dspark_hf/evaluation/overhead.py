@@ -22,10 +22,9 @@ from typing import Any
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import dspark_hf
-from dspark_hf.cli import encode_prompt, load_pair
 from dspark_hf.decoding import Decoding
 from dspark_hf.drafting import Context, Drafting
 from dspark_hf.host import cache_argument
@@ -184,9 +183,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON record to write")
     args = parser.parse_args()
     target_name = args.target or str(reference_target_path())
-    target, drafter, tokenizer = load_pair(target_name, args.drafter, args.device, args.dtype)
-    inputs = encode_prompt(tokenizer, PROMPT).to(args.device)
-    results = measure(target, drafter, inputs, args.new_tokens, args.repeats)
+    target: Any = AutoModelForCausalLM.from_pretrained(target_name, dtype=args.dtype)
+    drafter = DSparkDraftModel.from_pretrained(args.drafter, dtype=args.dtype).to(args.device)
+    tokenizer: Any = AutoTokenizer.from_pretrained(target_name)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    results = measure(target.to(args.device), drafter, inputs.to(args.device), args.new_tokens, args.repeats)
     low, median, high = statistics.quantiles([entry["ratio"] for entry in results], n=4)
     record = {"environment": environment(target), "new_tokens": args.new_tokens, "repeats": results}
     record["ratio"] = {"quartile_1": low, "median": median, "quartile_3": high}

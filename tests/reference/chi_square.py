@@ -1,8 +1,8 @@
 """Goodness of fit without scipy, in float64.
 
-A p-value is the chi-square approximation. Cells that expect fewer than `MIN_EXPECTED` counts are merged, which keeps the
-approximation useful far out: for the worst case, one cell that expects 25 counts, the true false-failure rate at 1e-9
-is about 1e-7 (Poisson tail), and it falls quickly with more cells and more counts.
+A p-value is the chi-square approximation. Cells that expect fewer than `MIN_EXPECTED` counts are merged, and directions
+whose counts vary less than `MIN_VARIANCE` are left out, which keeps it useful far out: where it says 1e-9, a single cell
+that expects 25 (10) counts has a Poisson tail of 7e-8 (3e-7), and more cells and more counts bring it nearer.
 """
 
 from dataclasses import dataclass

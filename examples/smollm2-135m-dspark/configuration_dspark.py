@@ -1,0 +1,235 @@
+"""Configuration of a DSpark drafter (arXiv 2607.05147, section 3.1).
+
+Published next to the weights of every drafter, so it imports nothing but `transformers`.
+"""
+
+from transformers import PreTrainedConfig
+
+
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class DSparkConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`DSparkDraftModel`].
+
+    Layer ids count the target's decoder layers from 0; `-1` is the embedding output, the input of layer 0. Positions
+    inside a block are 1-based in prose and index `k - 1` in tensors.
+
+    Args:
+        vocab_size (`int`): Vocabulary of the target, `V`.
+        draft_vocab_size (`int`, *optional*): Tokens the drafter can propose, `V_d <= V`. `None` means all `V`. With
+            fewer, the buffer `d2t` maps draft ids to target ids: `target_id = draft_id + d2t[draft_id]`.
+        hidden_size (`int`): Width of the drafter, `D`.
+        intermediate_size (`int`): Width of the feed-forward layers.
+        num_hidden_layers (`int`): Number of draft layers.
+        num_attention_heads, num_key_value_heads, head_dim (`int`): Attention shape of a draft layer.
+        hidden_act (`str`): Activation of the feed-forward layers.
+        rms_norm_eps (`float`): Epsilon of every RMS norm.
+        rope_parameters (`dict`, *optional*): Rotary embedding, in transformers' form.
+        max_position_embeddings (`int`): Length the rotary embedding is meant for.
+        attention_bias (`bool`): Biases in the attention projections.
+        qk_norm (`bool`): RMS norms on queries and keys, as in Qwen3.
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each draft layer.
+        sliding_window (`int`, *optional*): Window of the sliding layers, in positions, counted back from each query.
+        block_is_causal (`bool`): Whether a block position sees only earlier positions of its block. DSpark's blocks
+            are bidirectional.
+        target_hidden_size (`int`, *optional*): Width of the target. `None` means `hidden_size`.
+        num_target_layers (`int`): Decoder layers of the target.
+        target_layer_ids (`list[int]`): Tapped layers; the taps are concatenated in this order (eq. 2).
+        block_size (`int`): Draft tokens of a block, γ, the anchor excluded.
+        first_prediction_slot (`int`): First input slot whose output predicts a token: 0 when the anchor's own slot
+            does (DSpark; a block has γ inputs), 1 when it only conditions (DFlash; γ + 1 inputs).
+        mask_token_id (`int`): Token that fills the block after the anchor.
+        markov_rank (`int`): Rank `r` of the sequential head; 0 means none.
+        markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"` (eqs. 5 and 6).
+        enable_confidence_head (`bool`): Whether the drafter predicts the acceptance of its tokens (eq. 7).
+        confidence_head_with_markov (`bool`): Whether that head also reads `W_1[x_{k-1}]`.
+        confidence_temperatures (`list[float]`, *optional*): One calibration temperature per position (section 3.2.1).
+        has_embedding, has_lm_head (`bool`): Whether the checkpoint carries its own; otherwise the target's is used,
+            which needs equal widths.
+        target_model_type (`str`, *optional*): `model_type` of the target, for messages.
+    """
+
+    model_type = "dspark"
+
+    vocab_size: int = 32000
+    draft_vocab_size: int | None = None
+    hidden_size: int = 512
+    intermediate_size: int = 1536
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 8
+    head_dim: int = 64
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    qk_norm: bool = True
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    block_is_causal: bool = False
+    target_hidden_size: int | None = None
+    num_target_layers: int = 12
+    target_layer_ids: list[int] | None = None
+    block_size: int = 7
+    first_prediction_slot: int = 0
+    mask_token_id: int = 0
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    confidence_temperatures: list[float] | None = None
+    has_embedding: bool = False
+    has_lm_head: bool = False
+    target_model_type: str | None = None
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.target_layer_ids is None:
+            self.target_layer_ids = spread_layer_ids(self.num_target_layers, 5)
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        self._check_values()
+        super().__post_init__(**kwargs)
+
+    def _check_values(self) -> None:
+        """Raise `ValueError` for values that no drafter can have."""
+
+        def check(holds: bool, message: str) -> None:
+            if not holds:
+                raise ValueError(f"DSparkConfig: {message}")
+
+        check(
+            1 <= self.block_size <= self.max_position_embeddings,
+            f"`block_size` must lie in [1, max_position_embeddings = {self.max_position_embeddings}], "
+            f"got {self.block_size}.",
+        )
+        out_of_range = [i for i in self.target_layer_ids if not -1 <= i < self.num_target_layers]
+        check(
+            not out_of_range and len(self.target_layer_ids) > 0,
+            f"`target_layer_ids` must name layers in [-1, {self.num_target_layers - 1}] of a target with "
+            f"{self.num_target_layers} layers (-1 is the embedding output), got {self.target_layer_ids}.",
+        )
+        check(
+            self.first_prediction_slot in (0, 1),
+            f"`first_prediction_slot` must be 0 or 1, got {self.first_prediction_slot}.",
+        )
+        check(
+            self.markov_head_type in MARKOV_HEAD_TYPES,
+            f"`markov_head_type` must be one of {MARKOV_HEAD_TYPES}, got {self.markov_head_type!r}.",
+        )
+        check(self.markov_rank >= 0, f"`markov_rank` must be 0 (no sequential head) or more, got {self.markov_rank}.")
+        check(
+            not (self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0),
+            "a confidence head with the Markov feature needs `markov_rank` > 0; set "
+            "`confidence_head_with_markov=False` or `enable_confidence_head=False`.",
+        )
+        check(
+            1 <= self.draft_vocab_size <= self.vocab_size,
+            f"`draft_vocab_size` must lie in [1, vocab_size = {self.vocab_size}], got {self.draft_vocab_size}.",
+        )
+        check(
+            0 <= self.mask_token_id < self.vocab_size,
+            f"`mask_token_id` must lie in [0, vocab_size = {self.vocab_size}), got {self.mask_token_id}.",
+        )
+        check(
+            len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
+            f"`layer_types` must give one of {LAYER_TYPES} for each of the {self.num_hidden_layers} draft layers, "
+            f"got {self.layer_types}.",
+        )
+        check(
+            "sliding_attention" not in self.layer_types or (self.sliding_window or 0) > 0,
+            f"sliding layers need a positive `sliding_window`, got {self.sliding_window}.",
+        )
+        temperatures = self.confidence_temperatures
+        check(
+            temperatures is None or (len(temperatures) == self.block_size and min(temperatures) > 0),
+            f"`confidence_temperatures` must give {self.block_size} positive numbers, one per position, "
+            f"got {temperatures}.",
+        )
+        check(
+            self.hidden_size == self.target_hidden_size or (self.has_embedding and self.has_lm_head),
+            f"a drafter of width {self.hidden_size} cannot borrow the embedding or head of a target of width "
+            f"{self.target_hidden_size}; set `has_embedding=True` and `has_lm_head=True`, or equal widths.",
+        )
+
+    @property
+    def num_block_inputs(self) -> int:
+        """Input slots of a block: the anchor and the mask tokens."""
+        return self.block_size + self.first_prediction_slot
+
+    @classmethod
+    def from_target(cls, target_config: PreTrainedConfig, num_hidden_layers: int = 5, **overrides) -> "DSparkConfig":
+        r"""
+        Build the configuration of a drafter for a decoder-only target.
+
+        Width, attention shape, rotary embedding and special tokens follow the target; taps are spread over its depth
+        and leave out the last layer (section 5.1); embedding and head are borrowed.
+
+        Args:
+            target_config (`PreTrainedConfig`): Configuration of the target, or of a model that contains it.
+            num_hidden_layers (`int`, *optional*, defaults to 5): Draft layers, and number of taps unless
+                `target_layer_ids` is given.
+            overrides: Any field of [`DSparkConfig`].
+
+        Raises:
+            ValueError: If the target is an encoder-decoder, or a field has an impossible value.
+        """
+        text = target_config.get_text_config(decoder=True)
+        if target_config.is_encoder_decoder:
+            raise ValueError(
+                f"DSpark drafts for decoder-only targets; {target_config.model_type!r} is an encoder-decoder."
+            )
+        heads = text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        fields = {
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.hidden_size,
+            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+            "head_dim": head_dim,
+            "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(text)},
+            "max_position_embeddings": text.max_position_embeddings,
+            "target_hidden_size": text.hidden_size,
+            "num_target_layers": text.num_hidden_layers,
+            "target_layer_ids": spread_layer_ids(text.num_hidden_layers, num_hidden_layers),
+            "mask_token_id": text.vocab_size - 1,
+            "target_model_type": text.model_type,
+            "pad_token_id": text.pad_token_id,
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+        }
+        return cls(**(fields | overrides))
+
+
+def spread_layer_ids(num_target_layers: int, count: int) -> list[int]:
+    """Spread `count` taps evenly over layers 1 to `num_target_layers` - 3, as the released drafters do."""
+    first, last = min(1, num_target_layers - 1), max(num_target_layers - 3, 0)
+    first = min(first, last)
+    count = min(count, last - first + 1)
+    if count == 1:
+        return [(first + last) // 2]
+    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+
+
+def _rope_theta(text_config: PreTrainedConfig) -> float:
+    """Base of the target's rotary embedding, or 10000 when it has none or one per layer type without a full one."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    return parameters.get("rope_theta") or 10000.0

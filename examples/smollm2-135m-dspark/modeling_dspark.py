@@ -1,0 +1,522 @@
+"""DSpark drafter (arXiv 2607.05147, section 3.1): a parallel backbone and a light sequential head.
+
+    taps    = concat over l in target_layer_ids of H_l                   [T, len(ids) * D_target]
+    ctx     = hidden_norm(fc(taps))                                      [T, D]           eq. 2
+    block   = embed([anchor, MASK, ..., MASK])                           [K, D]
+    layer:    q from the block; keys and values from [ctx ; block]                        eq. 3
+    h       = norm(block)                                                [K, D]
+    U       = lm_head(h)                                                 [K, V]           base logits
+    q_k     = softmax(U_k + B_k(x_0, x_<k)), drawn left to right                          eqs. 4-6
+    c_k     = sigmoid(w . [h_k ; W_1[x_{k-1}]] + b)                                       eq. 7
+
+The context comes from the target alone, strictly before the anchor; the block's own keys and values are dropped after
+the round. This file and `configuration_dspark.py` are published with every checkpoint and need only torch and
+transformers. Decoding with them is the work of the package `dspark_hf`.
+
+Shape letters: B batch, T context, K block size, V vocabulary, D hidden size, r Markov rank.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+from transformers.utils import ModelOutput, cached_file
+
+from .configuration_dspark import DSparkConfig
+
+
+Choose = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""`choose(index, logits (B, V) float32, drafted (B, index)) -> (tokens (B,), probs (B, V) float32)`."""
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """What a reader makes of a foreign checkpoint: our config, and regular expressions that rename its weights."""
+
+    config: DSparkConfig
+    key_mapping: dict[str, str] | None = None
+
+
+CHECKPOINT_READERS: list[Callable[[dict, dict], CheckpointFormat | None]] = []
+"""Readers of other packagings, `(config dict, {name: (dtype, shape)}) -> CheckpointFormat or None`; `dspark_hf` fills it."""
+
+
+@dataclass
+class DSparkDraft(ModelOutput):
+    r"""
+    What one drafting pass returns.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(B, K)`): Drafted tokens, ids of the target's vocabulary.
+        probs (`torch.FloatTensor` of shape `(B, K, V)`): float32, the distributions the tokens were drawn from.
+        confidence_logits (`torch.FloatTensor` of shape `(B, K)`, *optional*): float32, before calibration and sigmoid;
+            entry `k - 1` is conditional on the k-1 tokens before it and known before token k is drawn.
+    """
+
+    tokens: torch.LongTensor | None = None
+    probs: torch.FloatTensor | None = None
+    confidence_logits: torch.FloatTensor | None = None
+
+
+class DSparkRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Rotary embedding whose frequencies stay float32 when the model is cast: rounded ones drift at long positions."""
+
+    def _apply(self, fn, recurse=True):
+        exact = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            cast = getattr(self, name)
+            if cast.dtype != torch.float32:
+                setattr(self, name, buffer.to(cast.device))
+        return self
+
+
+class DSparkAttention(nn.Module):
+    """Attention of the block over the context and itself (eq. 3)."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = False
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, block, context, rotary, attention_mask, cache=None):
+        keys_input = torch.cat([context, block], dim=1)  # (B, T + K, D)
+        queries = self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2)
+        keys = self.k_norm(self._heads(self.k_proj(keys_input))).transpose(1, 2)
+        values = self._heads(self.v_proj(keys_input)).transpose(1, 2)
+        cos, sin = rotary  # (B, 1, T + K, head_dim), context first
+        block_cos, block_sin = cos[:, :, context.shape[1] :], sin[:, :, context.shape[1] :]
+        queries = queries * block_cos + rotate_half(queries) * block_sin
+        keys = keys * cos + rotate_half(keys) * sin
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        output, _ = attend(
+            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, is_causal=False
+        )
+        return self.o_proj(output.reshape(*block.shape[:-1], -1).contiguous())
+
+    def _heads(self, states):
+        return states.unflatten(-1, (-1, self.head_dim))  # (B, N, heads, head_dim)
+
+
+class DSparkDecoderLayer(GradientCheckpointingLayer):
+    """A Qwen3 layer whose attention also reads the context. The context is not normalised here."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, block, context, rotary, attention_mask, cache=None):
+        block = block + self.self_attn(self.input_layernorm(block), context, rotary, attention_mask, cache)
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
+class MarkovHead(nn.Module):
+    """Vanilla Markov head (eq. 5): `B_k = W_1[x_{k-1}] W_2`. The other heads change `step` alone."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.rank = config.markov_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+    def step(self, features, hidden_states, state):
+        """Return the transition bias of one position, `(B, V_d)`, and the next state.
+
+        `features` `(B, r)` is `W_1[x_{k-1}]`, `hidden_states` `(B, D)` is h_k, `state` `(B, r)` is s_{k-1}.
+        """
+        return self.markov_w2(features), state
+
+
+class GatedMarkovHead(MarkovHead):
+    """`B_k = (sigmoid(W_gate [h_k ; W_1[x_{k-1}]] + b) * W_1[x_{k-1}]) W_2`."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
+
+    def step(self, features, hidden_states, state):
+        gate = torch.sigmoid(self.gate_proj(torch.cat([hidden_states, features], dim=-1)))
+        return self.markov_w2(gate * features), state
+
+
+class RNNMarkovHead(MarkovHead):
+    """Recurrent head (eq. 6): one projection of `[s ; W_1[x] ; h]`, split into gate, candidate and output."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
+
+    def step(self, features, hidden_states, state):
+        joint = self.joint_proj(torch.cat([state, features, hidden_states], dim=-1))
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        state = gate * state + (1 - gate) * torch.tanh(candidate)
+        return self.markov_w2(torch.tanh(output)), state
+
+
+MARKOV_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RNNMarkovHead}
+
+
+class ConfidenceHead(nn.Module):
+    """Acceptance of token k given its prefix, as a logit (eq. 7)."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.with_markov = config.confidence_head_with_markov
+        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
+
+    def forward(self, hidden_states, features):
+        inputs = torch.cat([hidden_states, features], dim=-1) if self.with_markov else hidden_states
+        return self.proj(inputs).squeeze(-1)
+
+
+class DSparkDraftModel(PreTrainedModel):
+    r"""
+    The drafter. Decoding options travel on its `generation_config`: `num_assistant_tokens` caps the tokens verified in
+    a round (`None` = `block_size`), `num_assistant_tokens_schedule` names the policy, `assistant_confidence_threshold`
+    is the threshold of the policy `"threshold"`.
+
+    Args:
+        config ([`DSparkConfig`]): Shape of the drafter.
+    """
+
+    config_class = DSparkConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False
+    _no_split_modules = ["DSparkDecoderLayer"]
+    _supports_sdpa = True
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        width = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.has_embedding else None
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, width, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(width, config.rms_norm_eps)
+        self.layers = nn.ModuleList([DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(width, config.rms_norm_eps)
+        self.rotary_emb = DSparkRotaryEmbedding(config)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.has_lm_head else None
+        self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank > 0 else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.gradient_checkpointing = False
+        self.generation_config = GenerationConfig()
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value):
+        self.embed_tokens = value
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    @property
+    def kept_token_ids(self) -> torch.LongTensor | None:
+        """Target ids of the draft vocabulary, `(V_d,)`, or `None` when the drafter proposes from the whole vocabulary."""
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
+
+    def project_context(self, taps: torch.FloatTensor) -> torch.FloatTensor:
+        """Turn concatenated taps `(B, T, len(ids) * D_target)` into context features `(B, T, D)` (eq. 2)."""
+        return self.hidden_norm(self.fc(taps))
+
+    def block_input_ids(self, anchor: torch.LongTensor) -> torch.LongTensor:
+        """The block's inputs, `(B, num_block_inputs)`: the anchors `(B,)` and mask tokens."""
+        block = anchor.new_full((anchor.shape[0], self.config.num_block_inputs), self.config.mask_token_id)
+        block[:, 0] = anchor
+        return block
+
+    def forward(
+        self,
+        inputs_embeds: torch.FloatTensor,
+        context: torch.FloatTensor,
+        position_ids: torch.LongTensor,
+        context_position_ids: torch.LongTensor,
+        attention_mask: dict[str, torch.Tensor] | None = None,
+        cache: Any = None,
+    ) -> BaseModelOutput:
+        r"""
+        The parallel stage: one pass over the block.
+
+        Args:
+            inputs_embeds (`torch.FloatTensor` of shape `(B, K, D)`): Embedded anchor and masks.
+            context (`torch.FloatTensor` of shape `(B, T, D)`): From [`project_context`]; only what is new when a
+                `cache` holds the rest.
+            position_ids (`torch.LongTensor` of shape `(B, K)`): Positions of the block; the anchor at its own.
+            context_position_ids (`torch.LongTensor` of shape `(B, T)`): Positions of the context.
+            attention_mask (`dict[str, torch.Tensor]`, *optional*): One additive mask `(B, 1, K, keys)` per layer type,
+                over the keys that attention sees: `[context ; block]`, or what `cache.update` returns. Made by
+                [`draft_attention_mask`] from the positions when there is no cache.
+            cache (*optional*): Holds the context's keys and values; `update(keys, values, layer_idx)` stores these and
+                returns all.
+
+        Returns:
+            `BaseModelOutput` with `last_hidden_state` `(B, K, D)` after the final norm.
+        """
+        all_position_ids = torch.cat([context_position_ids, position_ids], dim=1)
+        if attention_mask is None:
+            if cache is not None:
+                raise ValueError("With a cache the caller knows the order of its keys: pass `attention_mask`.")
+            attention_mask = draft_attention_mask(self.config, position_ids, all_position_ids, self.dtype)
+        cos, sin = self.rotary_emb(context, all_position_ids)
+        rotary = (cos.unsqueeze(1), sin.unsqueeze(1))
+        block = inputs_embeds.to(self.dtype)
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+            block = layer(block, context, rotary, attention_mask[layer_type], cache)
+        return BaseModelOutput(last_hidden_state=self.norm(block))
+
+    def base_logits(self, hidden_states: torch.FloatTensor, lm_head: nn.Module | None = None) -> torch.FloatTensor:
+        """Base logits `U` `(B, K, V_d)` of the positions that predict, from `(B, num_block_inputs, D)`."""
+        head = self.lm_head if lm_head is None else lm_head
+        if head is None:
+            raise ValueError("This drafter has no head of its own: pass `lm_head`, the target's output embeddings.")
+        predicting = hidden_states[:, self.config.first_prediction_slot :]
+        return head(predicting.to(next(head.parameters()).dtype))
+
+    def to_target_vocabulary(self, logits: torch.FloatTensor) -> torch.FloatTensor:
+        """Scatter `(B, V_d)` logits to `(B, V)`, with -inf for the tokens that cannot be drafted."""
+        kept = self.kept_token_ids
+        if kept is None:
+            return logits
+        return logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf).index_copy_(1, kept, logits)
+
+    def draft(
+        self,
+        hidden_states: torch.FloatTensor,
+        anchor: torch.LongTensor,
+        choose: Choose,
+        num_tokens: int | None = None,
+        lm_head: nn.Module | None = None,
+    ) -> DSparkDraft:
+        r"""
+        The sequential stage (eq. 4): draw the block's tokens from left to right.
+
+        Args:
+            hidden_states (`torch.FloatTensor` of shape `(B, num_block_inputs, D)`): From [`forward`].
+            anchor (`torch.LongTensor` of shape `(B,)`): x_0.
+            choose (`Choose`): Draws a token; called once for each position, in order.
+            num_tokens (`int`, *optional*): Draw only so many tokens. `None` means `block_size`.
+            lm_head (`nn.Module`, *optional*): Head to use instead of the drafter's own, giving `V_d` logits.
+
+        Returns:
+            [`DSparkDraft`]
+        """
+        num_tokens = self.config.block_size if num_tokens is None else num_tokens
+        base_logits = self.base_logits(hidden_states, lm_head)[:, :num_tokens].float()
+        predicting = hidden_states[:, self.config.first_prediction_slot :]
+        drafted, probs, confidences = anchor.new_zeros(anchor.shape[0], 0), [], []
+        previous, features, bias = anchor, None, 0.0
+        state = hidden_states.new_zeros(anchor.shape[0], self.config.markov_rank)
+        for k in range(num_tokens):
+            if self.markov_head is not None:
+                features = self.markov_head.markov_w1(previous)
+                bias, state = self.markov_head.step(features, predicting[:, k], state)
+            if self.confidence_head is not None:
+                confidences.append(self.confidence_head(predicting[:, k], features))
+            previous, distribution = choose(k, self.to_target_vocabulary(base_logits[:, k] + bias), drafted)
+            drafted = torch.cat([drafted, previous[:, None]], dim=1)
+            probs.append(distribution)
+        return DSparkDraft(
+            tokens=drafted,
+            probs=torch.stack(probs, dim=1),
+            confidence_logits=torch.stack(confidences, dim=1).float() if confidences else None,
+        )
+
+    # Loading and saving
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+        r"""
+        Load a drafter as [`PreTrainedModel.from_pretrained`] does, in this layout or in any that `dspark_hf` reads.
+
+        Raises:
+            ValueError: If the packaging is not known, the weights are quantised or pickled, or any weight is missing,
+                left over or of another shape.
+        """
+        path = str(pretrained_model_name_or_path)
+        hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
+        tensors = checkpoint_tensors(path, **hub_kwargs)
+        _refuse_quantised(path, tensors)
+        if not isinstance(config, DSparkConfig):
+            config_dict, _ = PreTrainedConfig.get_config_dict(path, **hub_kwargs)
+            if config_dict.get("model_type") != DSparkConfig.model_type:
+                found = _read_foreign(path, config_dict, tensors)
+                config, kwargs["key_mapping"] = found.config, found.key_mapping
+        return_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(
+            path, *model_args, config=config, output_loading_info=True, use_safetensors=True, **kwargs
+        )
+        _check_every_weight_used(path, info)
+        model._load_generation_config(path, hub_kwargs)
+        return (model, info) if return_info else model
+
+    def save_pretrained(self, save_directory, push_to_hub=False, **kwargs):
+        """Save as [`PreTrainedModel.save_pretrained`] does, and the decoding options in `generation_config.json`."""
+        super().save_pretrained(save_directory, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
+        if push_to_hub:
+            repo_id = kwargs.get("repo_id") or os.path.basename(os.path.normpath(save_directory))
+            hub_kwargs = {name: kwargs[name] for name in ("commit_message", "private", "token") if name in kwargs}
+            self.push_to_hub(repo_id, **hub_kwargs)
+
+    def _load_generation_config(self, path: str, hub_kwargs: dict) -> None:
+        try:
+            self.generation_config = GenerationConfig.from_pretrained(path, **hub_kwargs)
+        except OSError:  # checkpoints of other tools have none
+            self.generation_config = GenerationConfig()
+
+
+HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+def draft_attention_mask(
+    config: DSparkConfig,
+    block_slots: torch.LongTensor,
+    key_slots: torch.LongTensor,
+    dtype: torch.dtype,
+    valid: torch.BoolTensor | None = None,
+) -> dict[str, torch.Tensor]:
+    r"""
+    Additive masks of the block for each layer type.
+
+    A slot is the place of a token in its sequence: of two keys in one slot only the one that is valid may be visible.
+
+    Args:
+        config ([`DSparkConfig`]): Gives the layer types, the window and whether the block is causal.
+        block_slots (`torch.LongTensor` of shape `(B, K)`): Slots of the block, the anchor's first.
+        key_slots (`torch.LongTensor` of shape `(B, N)` or `(1, N)`): Slots of the keys.
+        dtype (`torch.dtype`): dtype of the masks.
+        valid (`torch.BoolTensor` of shape `(B, N)`, *optional*): False for keys that nobody may see.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Masks `(B, 1, K, N)` with 0 where a key is visible and the dtype's minimum elsewhere.
+    """
+    keys = key_slots[:, None, :]
+    last = (
+        block_slots[..., None] if config.block_is_causal else block_slots[:, -1:, None].expand(*block_slots.shape, 1)
+    )
+    visible = keys <= last
+    if valid is not None:
+        visible = visible & valid[:, None, :]
+    masks = {}
+    for layer_type in set(config.layer_types):
+        seen = visible
+        if layer_type == "sliding_attention":
+            seen = visible & (keys > block_slots[..., None] - config.sliding_window)
+        masks[layer_type] = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+    return masks
+
+
+def checkpoint_tensors(path: str, **hub_kwargs) -> dict[str, tuple[str, tuple[int, ...]]]:
+    r"""
+    Read names, dtypes and shapes of a checkpoint's tensors from its safetensors headers.
+
+    Args:
+        path (`str`): Folder or Hub repository.
+        hub_kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`, `subfolder`.
+
+    Returns:
+        `dict[str, tuple[str, tuple[int, ...]]]`: `{name: (safetensors dtype, shape)}`.
+
+    Raises:
+        ValueError: If there are no safetensors files.
+    """
+    optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, **hub_kwargs}
+    index = cached_file(path, "model.safetensors.index.json", **optional)
+    if index is not None:
+        with open(index) as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    tensors = {}
+    for name in names:
+        file = cached_file(path, name, **optional)
+        if file is None:
+            raise ValueError(
+                f"{path} has no {name}. DSpark drafters are read from safetensors only; pickled weights can run code "
+                "when they are loaded. Convert them with safetensors.torch.save_file."
+            )
+        with safe_open(file, framework="pt") as handle:
+            for key in handle.keys():
+                part = handle.get_slice(key)
+                tensors[key] = (part.get_dtype(), tuple(part.get_shape()))
+    return tensors
+
+
+def _refuse_quantised(path: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    quantised = [f"{key} ({dtype})" for key, (dtype, _) in tensors.items() if dtype not in _PLAIN_DTYPES]
+    quantised += [key for key in tensors if key.endswith((".weight_scale", ".qweight", ".weight_packed"))]
+    if quantised:
+        raise ValueError(
+            f"{path} holds quantised drafter weights: {', '.join(quantised[:3])}. A drafter must be float32, bfloat16 "
+            "or float16; dequantise it, or use the publisher's unquantised drafter."
+        )
+
+
+_PLAIN_DTYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
+
+
+def _read_foreign(path: str, config_dict: dict, tensors: dict) -> CheckpointFormat:
+    for reader in CHECKPOINT_READERS:
+        found = reader(config_dict, tensors)
+        if found is not None:
+            return found
+    hint = "" if CHECKPOINT_READERS else " `import dspark_hf` reads more packagings than this file alone."
+    raise ValueError(
+        f"{path} is not a DSpark drafter that can be read: model_type {config_dict.get('model_type')!r}, architectures "
+        f"{config_dict.get('architectures')}. Expected model_type {DSparkConfig.model_type!r} or a known packaging.{hint}"
+    )
+
+
+def _check_every_weight_used(path: str, info: dict) -> None:
+    problems = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    problems = {name: keys for name, keys in problems.items() if keys}
+    if problems:
+        listed = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys)}" for name, keys in problems.items())
+        raise ValueError(
+            f"The weights in {path} do not fit its config, so they would draft nonsense. {listed}. Check that "
+            "config.json and the weights belong together."
+        )
+
+
+DSparkConfig.register_for_auto_class()
+DSparkDraftModel.register_for_auto_class("AutoModel")
