@@ -19,7 +19,7 @@ from dspark_hf.calibration import calibrated_confidence
 from dspark_hf.committing import BlockCommitter, Committer, StepCommitter
 from dspark_hf.drafting import Context, Drafting, share_with_target
 from dspark_hf.host import TargetModel, cache_argument, was_passed_by_user
-from dspark_hf.metrics import DecodingStatistics, PhaseTimer
+from dspark_hf.metrics import DecodingStatistics, PhaseTimer, RoundRecord
 from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
 from dspark_hf.options import check_prompt, read_options
 from dspark_hf.outputs import DSparkGenerateOutput, OutputRecorder
@@ -83,6 +83,8 @@ class Decoding:
         self.sampler = Sampler(bool(generation_config.do_sample))
         self.processors = Processors(logits_processor)
         self.draft_processors = Processors(logits_processor, only_stateless=True)
+        # Where processors mask every token of a reduced vocabulary, the draft ends: no distribution, so NaN.
+        self.draft_may_end = drafter.kept_token_ids is not None and len(self.draft_processors) > 0
         stop = StopRules(stopping_criteria, input_ids.device)
         self.sequences = Sequences(input_ids, stop, generation_config._pad_token_tensor)
         self.outputs = OutputRecorder(generation_config)
@@ -150,7 +152,7 @@ class Decoding:
         counts = [now - then for now, then in zip(self.sequences.lengths, before, strict=True)]
         self._observe(taps, slots, counts)
         self.statistics.records += records
-        self._judge_drafter()
+        self._judge_drafter(records)
         self.timer.mark("commit")
 
     def _keep_other_ranks_company(self) -> None:
@@ -176,6 +178,8 @@ class Decoding:
         lengths = [length + index for length in self.sequences.lengths]
         scores = self.draft_processors(logits, self.sequences.tokens, list(self._rows), lengths)
         probs = self.sampler.distribution(scores)
+        if self.draft_may_end:
+            probs = torch.where(scores.isneginf().all(dim=-1, keepdim=True), torch.nan, probs)
         return self.sampler.draw(probs), probs
 
     def _schedule(self, draft: DSparkDraft, caps: list[int]) -> list[int]:
@@ -186,8 +190,7 @@ class Decoding:
         if draft.confidence_logits is not None:
             confidence = calibrated_confidence(draft.confidence_logits, self.drafter.config.confidence_temperatures)
         lengths = self.options.policy.verification_lengths(confidence, torch.tensor(caps))
-        if self.drafter.kept_token_ids is not None and len(self.draft_processors) > 0:
-            # Where the processors mask all tokens that the drafter can propose, its draft ends.
+        if self.draft_may_end:
             possible = draft.probs.sum(dim=-1).isfinite().cumprod(dim=1).sum(dim=1)
             lengths = torch.minimum(lengths.to(possible.device), possible)
         return lengths.tolist()  # host sync when a policy looked at the draft
@@ -254,20 +257,18 @@ class Decoding:
             self.sequences.all_finished, self.synced_gpus, device=self.sequences.tokens.device
         )
 
-    def _judge_drafter(self) -> None:
-        """Warn once when a drafter of the right shape accepts next to nothing."""
-        records = self.statistics.records
-        if len(records) < ROUNDS_BEFORE_JUDGING or getattr(self.drafter, "_judged", False):
+    def _judge_drafter(self, records: list[RoundRecord]) -> None:
+        """Warn once, over all calls, when a drafter of the right shape accepts next to nothing."""
+        first: list[bool] = self.drafter.__dict__.setdefault("_first_rounds", [])
+        if len(first) >= ROUNDS_BEFORE_JUDGING:
             return
-        self.drafter._judged = True
-        tried = [record for record in records if record.verified > 0]
-        accepted = sum(record.accepted > 0 for record in tried)
-        if tried and accepted < HOPELESS_ACCEPTANCE * len(tried):
+        first += [record.accepted > 0 for record in records if record.verified > 0]
+        if len(first) >= ROUNDS_BEFORE_JUDGING and sum(first) < HOPELESS_ACCEPTANCE * len(first):
             logger.warning(
                 "The drafter's first token was accepted in %d of its first %d rounds. The output is right, but slow: the "
                 "drafter was probably trained for another target's weights.",
-                accepted,
-                len(tried),
+                sum(first),
+                len(first),
             )
 
     # The end

@@ -10,10 +10,11 @@ from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.scheduling import Policy, make_policy
 
 
+THRESHOLD = "assistant_confidence_threshold"
 HOST_DEFAULTS = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
-    "assistant_confidence_threshold": 0.4,
+    THRESHOLD: 0.4,
 }
 """What transformers fills in where a call says nothing. These values in a call count as not given."""
 
@@ -41,12 +42,15 @@ def read_options(drafter: DSparkDraftModel, generation_config: GenerationConfig)
     for name, default in HOST_DEFAULTS.items():
         given = getattr(generation_config, name, None)
         values[name] = getattr(drafter.generation_config, name, None) if given in (None, default) else given
+    if generation_config.num_assistant_tokens_schedule == "threshold" and values[THRESHOLD] is None:
+        # A call that chooses this schedule chooses its threshold too, be it the host's default.
+        values[THRESHOLD] = generation_config.assistant_confidence_threshold
     cap = values["num_assistant_tokens"]
     if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 1):
         raise ValueError(f"num_assistant_tokens must be a positive integer or None (= block_size), got {cap!r}.")
     policy = make_policy(
         values["num_assistant_tokens_schedule"] or "constant",
-        values["assistant_confidence_threshold"],
+        values[THRESHOLD],
         drafter.config.enable_confidence_head,
     )
     return DraftingOptions(min(cap or drafter.config.block_size, drafter.config.block_size), policy)

@@ -141,6 +141,11 @@ class DSparkConfig(PreTrainedConfig):
             "`confidence_head_with_markov=False` or `enable_confidence_head=False`.",
         )
         check(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+            f"({self.num_key_value_heads}).",
+        )
+        check(
             1 <= self.draft_vocab_size <= self.vocab_size,
             f"`draft_vocab_size` must lie in [1, vocab_size = {self.vocab_size}], got {self.draft_vocab_size}.",
         )

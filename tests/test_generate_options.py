@@ -401,6 +401,26 @@ def test_impossible_policies_are_refused(options, match, where):
     assert_refused(shared_target(), ValueError, match, drafter=drafter, **options)
 
 
+def test_a_call_that_chooses_the_threshold_schedule_chooses_the_hosts_default_threshold_too():
+    target = shared_target()
+    runs = []
+    for given in ({"assistant_confidence_threshold": 0.4}, {}, {"assistant_confidence_threshold": 0.400001}):
+        drafter = drafter_of(target)
+        runs.append(
+            target.generate(
+                **left_padded([6]),
+                max_new_tokens=24,
+                eos_token_id=None,
+                assistant_model=drafter,
+                num_assistant_tokens_schedule="threshold",
+                return_dict_in_generate=True,
+                **given,
+            ).statistics.verification_lengths
+        )
+    assert runs[0] == runs[1] == runs[2]
+    assert runs[0][-1] < sum(runs[0]), "some rounds must verify less than the whole block, or this test shows nothing"
+
+
 def test_a_threshold_needs_a_confidence_head():
     drafter = drafter_of(shared_target(), enable_confidence_head=False)
     options = {"num_assistant_tokens_schedule": "threshold", "assistant_confidence_threshold": 0.5}

@@ -3,6 +3,8 @@
 Published next to the weights of every drafter, so it imports nothing but `transformers`.
 """
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 
@@ -55,7 +57,7 @@ class DSparkConfig(PreTrainedConfig):
     model_type = "dspark"
 
     vocab_size: int = 32000
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int = None  # type: ignore[assignment]  # given a value below
     hidden_size: int = 512
     intermediate_size: int = 1536
     num_hidden_layers: int = 5
@@ -69,12 +71,12 @@ class DSparkConfig(PreTrainedConfig):
     attention_bias: bool = False
     attention_dropout: float = 0.0
     qk_norm: bool = True
-    layer_types: list[str] | None = None
-    sliding_window: int | None = None
+    layer_types: list[str] = None  # type: ignore[assignment]  # given a value below
+    sliding_window: int = None  # type: ignore[assignment]  # needed by sliding layers only
     block_is_causal: bool = False
-    target_hidden_size: int | None = None
+    target_hidden_size: int = None  # type: ignore[assignment]  # given a value below
     num_target_layers: int = 12
-    target_layer_ids: list[int] | None = None
+    target_layer_ids: list[int] = None  # type: ignore[assignment]  # given a value below
     block_size: int = 7
     first_prediction_slot: int = 0
     mask_token_id: int = 0
@@ -92,7 +94,7 @@ class DSparkConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if self.target_hidden_size is None:
@@ -139,6 +141,11 @@ class DSparkConfig(PreTrainedConfig):
             "`confidence_head_with_markov=False` or `enable_confidence_head=False`.",
         )
         check(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+            f"({self.num_key_value_heads}).",
+        )
+        check(
             1 <= self.draft_vocab_size <= self.vocab_size,
             f"`draft_vocab_size` must lie in [1, vocab_size = {self.vocab_size}], got {self.draft_vocab_size}.",
         )
@@ -173,7 +180,9 @@ class DSparkConfig(PreTrainedConfig):
         return self.block_size + self.first_prediction_slot
 
     @classmethod
-    def from_target(cls, target_config: PreTrainedConfig, num_hidden_layers: int = 5, **overrides) -> "DSparkConfig":
+    def from_target(
+        cls, target_config: PreTrainedConfig, num_hidden_layers: int = 5, **overrides: Any
+    ) -> "DSparkConfig":
         r"""
         Build the configuration of a drafter for a decoder-only target.
 

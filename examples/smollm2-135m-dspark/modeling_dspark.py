@@ -17,9 +17,9 @@ Shape letters: B batch, T context, K block size, V vocabulary, D hidden size, r 
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +43,9 @@ from .configuration_dspark import DSparkConfig
 
 Choose = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """`choose(index, logits (B, V) float32, drafted (B, index)) -> (tokens (B,), probs (B, V) float32)`."""
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, each `(B, 1, T + K, head_dim)`, the context's first."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,15 @@ class DSparkDraft(ModelOutput):
             entry `k - 1` is conditional on the k-1 tokens before it and known before token k is drawn.
     """
 
-    tokens: torch.LongTensor | None = None
-    probs: torch.FloatTensor | None = None
-    confidence_logits: torch.FloatTensor | None = None
+    tokens: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
+    confidence_logits: torch.Tensor | None = None
 
 
 class DSparkRotaryEmbedding(Qwen3RotaryEmbedding):
     """Rotary embedding whose frequencies stay float32 when the model is cast: rounded ones drift at long positions."""
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable, recurse: bool = True) -> "DSparkRotaryEmbedding":
         exact = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
@@ -107,7 +110,14 @@ class DSparkAttention(nn.Module):
         self.q_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, block, context, rotary, attention_mask, cache=None):
+    def forward(
+        self,
+        block: torch.Tensor,
+        context: torch.Tensor,
+        rotary: Rotary,
+        attention_mask: torch.Tensor,
+        cache: Any = None,
+    ) -> torch.Tensor:
         keys_input = torch.cat([context, block], dim=1)  # (B, T + K, D)
         queries = self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2)
         keys = self.k_norm(self._heads(self.k_proj(keys_input))).transpose(1, 2)
@@ -125,7 +135,7 @@ class DSparkAttention(nn.Module):
         )
         return self.o_proj(output.reshape(*block.shape[:-1], -1).contiguous())
 
-    def _heads(self, states):
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
         return states.unflatten(-1, (-1, self.head_dim))  # (B, N, heads, head_dim)
 
 
@@ -139,7 +149,14 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, block, context, rotary, attention_mask, cache=None):
+    def forward(
+        self,
+        block: torch.Tensor,
+        context: torch.Tensor,
+        rotary: Rotary,
+        attention_mask: torch.Tensor,
+        cache: Any = None,
+    ) -> torch.Tensor:
         block = block + self.self_attn(self.input_layernorm(block), context, rotary, attention_mask, cache)
         return block + self.mlp(self.post_attention_layernorm(block))
 
@@ -153,7 +170,9 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
-    def step(self, features, hidden_states, state):
+    def step(
+        self, features: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the transition bias of one position, `(B, V_d)`, and the next state.
 
         `features` `(B, r)` is `W_1[x_{k-1}]`, `hidden_states` `(B, D)` is h_k, `state` `(B, r)` is s_{k-1}.
@@ -168,7 +187,9 @@ class GatedMarkovHead(MarkovHead):
         super().__init__(config)
         self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
 
-    def step(self, features, hidden_states, state):
+    def step(
+        self, features: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         gate = torch.sigmoid(self.gate_proj(torch.cat([hidden_states, features], dim=-1)))
         return self.markov_w2(gate * features), state
 
@@ -180,7 +201,9 @@ class RNNMarkovHead(MarkovHead):
         super().__init__(config)
         self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
 
-    def step(self, features, hidden_states, state):
+    def step(
+        self, features: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         joint = self.joint_proj(torch.cat([state, features, hidden_states], dim=-1))
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
@@ -199,8 +222,10 @@ class ConfidenceHead(nn.Module):
         self.with_markov = config.confidence_head_with_markov
         self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
 
-    def forward(self, hidden_states, features):
-        inputs = torch.cat([hidden_states, features], dim=-1) if self.with_markov else hidden_states
+    def forward(self, hidden_states: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
+        inputs = (
+            hidden_states if features is None or not self.with_markov else torch.cat([hidden_states, features], -1)
+        )
         return self.proj(inputs).squeeze(-1)
 
 
@@ -214,6 +239,8 @@ class DSparkDraftModel(PreTrainedModel):
         config ([`DSparkConfig`]): Shape of the drafter.
     """
 
+    config: DSparkConfig
+    d2t: torch.Tensor
     config_class = DSparkConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
@@ -229,7 +256,7 @@ class DSparkDraftModel(PreTrainedModel):
         self.hidden_norm = Qwen3RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList([DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(width, config.rms_norm_eps)
-        self.rotary_emb = DSparkRotaryEmbedding(config)
+        self.rotary_emb = DSparkRotaryEmbedding(config)  # type: ignore[arg-type]  # reads the fields they share
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.has_lm_head else None
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank > 0 else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
@@ -239,27 +266,27 @@ class DSparkDraftModel(PreTrainedModel):
         self.generation_config = GenerationConfig()
         self.post_init()
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> Any:
         return self.embed_tokens
 
-    def set_input_embeddings(self, value):
+    def set_input_embeddings(self, value: Any) -> None:
         self.embed_tokens = value
 
-    def get_output_embeddings(self):
+    def get_output_embeddings(self) -> nn.Module | None:
         return self.lm_head
 
     @property
-    def kept_token_ids(self) -> torch.LongTensor | None:
+    def kept_token_ids(self) -> torch.Tensor | None:
         """Target ids of the draft vocabulary, `(V_d,)`, or `None` when the drafter proposes from the whole vocabulary."""
         if self.config.draft_vocab_size == self.config.vocab_size:
             return None
         return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
 
-    def project_context(self, taps: torch.FloatTensor) -> torch.FloatTensor:
+    def project_context(self, taps: torch.Tensor) -> torch.Tensor:
         """Turn concatenated taps `(B, T, len(ids) * D_target)` into context features `(B, T, D)` (eq. 2)."""
         return self.hidden_norm(self.fc(taps))
 
-    def block_input_ids(self, anchor: torch.LongTensor) -> torch.LongTensor:
+    def block_input_ids(self, anchor: torch.Tensor) -> torch.Tensor:
         """The block's inputs, `(B, num_block_inputs)`: the anchors `(B,)` and mask tokens."""
         block = anchor.new_full((anchor.shape[0], self.config.num_block_inputs), self.config.mask_token_id)
         block[:, 0] = anchor
@@ -267,10 +294,10 @@ class DSparkDraftModel(PreTrainedModel):
 
     def forward(
         self,
-        inputs_embeds: torch.FloatTensor,
-        context: torch.FloatTensor,
-        position_ids: torch.LongTensor,
-        context_position_ids: torch.LongTensor,
+        inputs_embeds: torch.Tensor,
+        context: torch.Tensor,
+        position_ids: torch.Tensor,
+        context_position_ids: torch.Tensor,
         attention_mask: dict[str, torch.Tensor] | None = None,
         cache: Any = None,
     ) -> BaseModelOutput:
@@ -304,7 +331,7 @@ class DSparkDraftModel(PreTrainedModel):
             block = layer(block, context, rotary, attention_mask[layer_type], cache)
         return BaseModelOutput(last_hidden_state=self.norm(block))
 
-    def base_logits(self, hidden_states: torch.FloatTensor, lm_head: nn.Module | None = None) -> torch.FloatTensor:
+    def base_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module | None = None) -> torch.Tensor:
         """Base logits `U` `(B, K, V_d)` of the positions that predict, from `(B, num_block_inputs, D)`."""
         head = self.lm_head if lm_head is None else lm_head
         if head is None:
@@ -312,7 +339,7 @@ class DSparkDraftModel(PreTrainedModel):
         predicting = hidden_states[:, self.config.first_prediction_slot :]
         return head(predicting.to(next(head.parameters()).dtype))
 
-    def to_target_vocabulary(self, logits: torch.FloatTensor) -> torch.FloatTensor:
+    def to_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Scatter `(B, V_d)` logits to `(B, V)`, with -inf for the tokens that cannot be drafted."""
         kept = self.kept_token_ids
         if kept is None:
@@ -321,8 +348,8 @@ class DSparkDraftModel(PreTrainedModel):
 
     def draft(
         self,
-        hidden_states: torch.FloatTensor,
-        anchor: torch.LongTensor,
+        hidden_states: torch.Tensor,
+        anchor: torch.Tensor,
         choose: Choose,
         num_tokens: int | None = None,
         lm_head: nn.Module | None = None,
@@ -344,7 +371,8 @@ class DSparkDraftModel(PreTrainedModel):
         base_logits = self.base_logits(hidden_states, lm_head)[:, :num_tokens].float()
         predicting = hidden_states[:, self.config.first_prediction_slot :]
         drafted, probs, confidences = anchor.new_zeros(anchor.shape[0], 0), [], []
-        previous, features, bias = anchor, None, 0.0
+        previous, features = anchor, None
+        bias: Any = 0.0
         state = hidden_states.new_zeros(anchor.shape[0], self.config.markov_rank)
         for k in range(num_tokens):
             if self.markov_head is not None:
@@ -364,7 +392,9 @@ class DSparkDraftModel(PreTrainedModel):
     # Loading and saving
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
         r"""
         Load a drafter as [`PreTrainedModel.from_pretrained`] does, in this layout or in any that `dspark_hf` reads.
 
@@ -382,21 +412,24 @@ class DSparkDraftModel(PreTrainedModel):
                 found = _read_foreign(path, config_dict, tensors)
                 config, kwargs["key_mapping"] = found.config, found.key_mapping
         return_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(
-            path, *model_args, config=config, output_loading_info=True, use_safetensors=True, **kwargs
-        )
+        # Another shape is reported below, by name; transformers raises without one.
+        kwargs |= {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
+        loaded: Any = super().from_pretrained(path, *model_args, config=config, **kwargs)
+        model, info = loaded
         _check_every_weight_used(path, info)
         model._load_generation_config(path, hub_kwargs)
         return (model, info) if return_info else model
 
-    def save_pretrained(self, save_directory, push_to_hub=False, **kwargs):
+    def save_pretrained(  # type: ignore[override]  # the same arguments, most of them unnamed
+        self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
         """Save as [`PreTrainedModel.save_pretrained`] does, and the decoding options in `generation_config.json`."""
         super().save_pretrained(save_directory, **kwargs)
         self.generation_config.save_pretrained(save_directory)
         if push_to_hub:
-            repo_id = kwargs.get("repo_id") or os.path.basename(os.path.normpath(save_directory))
+            repo_id = kwargs.get("repo_id") or Path(save_directory).name
             hub_kwargs = {name: kwargs[name] for name in ("commit_message", "private", "token") if name in kwargs}
-            self.push_to_hub(repo_id, **hub_kwargs)
+            self.push_to_hub(repo_id, **hub_kwargs)  # type: ignore[arg-type]  # its decorator hides the signature
 
     def _load_generation_config(self, path: str, hub_kwargs: dict) -> None:
         try:
@@ -410,10 +443,10 @@ HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revis
 
 def draft_attention_mask(
     config: DSparkConfig,
-    block_slots: torch.LongTensor,
-    key_slots: torch.LongTensor,
+    block_slots: torch.Tensor,
+    key_slots: torch.Tensor,
     dtype: torch.dtype,
-    valid: torch.BoolTensor | None = None,
+    valid: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     r"""
     Additive masks of the block for each layer type.
@@ -446,7 +479,7 @@ def draft_attention_mask(
     return masks
 
 
-def checkpoint_tensors(path: str, **hub_kwargs) -> dict[str, tuple[str, tuple[int, ...]]]:
+def checkpoint_tensors(path: str, **hub_kwargs: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     r"""
     Read names, dtypes and shapes of a checkpoint's tensors from its safetensors headers.
 
@@ -463,8 +496,7 @@ def checkpoint_tensors(path: str, **hub_kwargs) -> dict[str, tuple[str, tuple[in
     optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, **hub_kwargs}
     index = cached_file(path, "model.safetensors.index.json", **optional)
     if index is not None:
-        with open(index) as file:
-            names = sorted(set(json.load(file)["weight_map"].values()))
+        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     else:
         names = ["model.safetensors"]
     tensors = {}
@@ -476,7 +508,7 @@ def checkpoint_tensors(path: str, **hub_kwargs) -> dict[str, tuple[str, tuple[in
                 "when they are loaded. Convert them with safetensors.torch.save_file."
             )
         with safe_open(file, framework="pt") as handle:
-            for key in handle.keys():
+            for key in handle.keys():  # noqa: SIM118  # the handle itself cannot be iterated
                 part = handle.get_slice(key)
                 tensors[key] = (part.get_dtype(), tuple(part.get_shape()))
     return tensors
