@@ -18,17 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
+from dspark_hf.drafting import BorrowedHead
 from dspark_hf.reference_pair import reference_target_path
 from dspark_hf.taps import TapRecorder, check_target
-
-
-MASKED = torch.finfo(torch.float32).min
+from dspark_hf.training.anchors import block_hidden_states, pack_blocks, sample_anchors
+from dspark_hf.training.losses import LossConfig, aligned_target_logits, draft_losses
 
 
 def load_samples(path: str, max_length: int) -> list[tuple[list[int], int]]:
@@ -78,99 +77,29 @@ def run_target(target: PreTrainedModel, layer_ids: list[int], samples: list, bat
     return done
 
 
-def sample_anchors(lengths: torch.Tensor, prompts: torch.Tensor, count: int) -> torch.Tensor:
-    """Draw `(B, count)` anchors whose next token is part of the response; repeats only where the response is short."""
-    rows = []
-    for length, prompt in zip(lengths.tolist(), prompts.tolist(), strict=True):
-        candidates = torch.arange(prompt - 1, length - 1)
-        rows.append(candidates[torch.randperm(len(candidates)).repeat(math.ceil(count / len(candidates)))[:count]])
-    return torch.stack(rows)
-
-
-def packed_mask(anchors: torch.Tensor, context_length: int, block: int) -> torch.Tensor:
-    """Additive mask `(B, 1, N * block, T + N * block)`: block i sees the context before its anchor, and itself."""
-    before = torch.arange(context_length) < anchors[..., None]  # (B, N, T)
-    own = torch.eye(anchors.shape[1], dtype=torch.bool).repeat_interleave(block, 0).repeat_interleave(block, 1)
-    visible = torch.cat([before.repeat_interleave(block, 1), own.expand(len(anchors), -1, -1)], dim=-1)
-    return torch.where(visible, 0.0, MASKED)[:, None]
-
-
-def draft_logits(drafter, hidden, previous, lm_head):
-    """Teacher-forced draft logits `(M, K, V_d)` and confidence logits `(M, K)` from `(M, K, D)` hidden states."""
-    logits, confidences = [], []
-    base = drafter.base_logits(hidden, lm_head)
-    state = hidden.new_zeros(hidden.shape[0], drafter.config.markov_rank)
-    for k in range(hidden.shape[1]):
-        features = drafter.markov_head.markov_w1(previous[:, k])
-        bias, state = drafter.markov_head.step(features, hidden[:, k], state)
-        logits.append(base[:, k] + bias)
-        confidences.append(drafter.confidence_head(hidden[:, k], features))
-    return torch.stack(logits, dim=1).float(), torch.stack(confidences, dim=1).float()
-
-
 class Objective:
     """The losses of one batch, and its teacher-forced greedy τ."""
 
     def __init__(self, target: PreTrainedModel, drafter: DSparkDraftModel, args: argparse.Namespace):
         self.target, self.drafter, self.args = target, drafter, args
-        self.kept = drafter.kept_token_ids
-        self.lm_head = torch.nn.Linear(target.config.hidden_size, len(self.kept), bias=False)
-        self.lm_head.weight = torch.nn.Parameter(target.lm_head.weight[self.kept].clone(), requires_grad=False)
-        self.draft_id = torch.full((target.config.vocab_size,), -1)
-        self.draft_id[self.kept] = torch.arange(len(self.kept))
-        self.weights = torch.exp(-torch.arange(drafter.config.block_size) / 4.0)
+        self.lm_head = BorrowedHead(target.get_output_embeddings(), drafter.kept_token_ids)
+        self.config = LossConfig(cross_entropy=args.ce_weight, total_variation=args.tv_weight)
 
     def __call__(self, samples: list[Sample]) -> tuple[torch.Tensor, float]:
+        drafter, target = self.drafter, self.target
         ids = pad_sequence([sample.ids for sample in samples], batch_first=True)
-        features = pad_sequence([sample.taps for sample in samples], batch_first=True)
+        taps = pad_sequence([sample.taps for sample in samples], batch_first=True)
         last_hidden = pad_sequence([sample.last_hidden for sample in samples], batch_first=True)
-        lengths = torch.tensor([len(sample.ids) for sample in samples])
+        padding = pad_sequence([torch.ones_like(sample.ids) for sample in samples], batch_first=True)
         prompts = torch.tensor([sample.prompt_length for sample in samples])
-        anchors = sample_anchors(lengths, prompts, self.args.anchors)
-        block = self.drafter.config.block_size
-        offsets = anchors[..., None] + torch.arange(block)  # (B, N, K): position of x_{k-1}
-        supervised = (offsets + 1 < lengths[:, None, None]).flatten(0, 1)  # (B * N, K)
-        inside = offsets.clamp(max=ids.shape[1] - 2).flatten(1)
-        previous = ids.gather(1, inside).view(-1, block)
-        gold = ids.gather(1, inside + 1).view(-1, block)
-        with torch.no_grad():
-            rows = last_hidden.gather(1, inside[..., None].expand(-1, -1, last_hidden.shape[-1]))
-            target_logits = self.target.lm_head(rows.view(-1, block, rows.shape[-1])[supervised]).float()
-            target_probs = target_logits.softmax(-1)
+        response = padding * (torch.arange(ids.shape[1]) >= prompts[:, None])
+        anchors = sample_anchors(response, self.args.anchors, drafter.config.block_size, padding)
+        blocks = pack_blocks(drafter.config, ids, response, anchors, padding)
+        target_logits = aligned_target_logits(blocks, last_hidden, target.get_output_embeddings())
         with torch.autocast("cpu", torch.bfloat16):
-            hidden = self._drafter_hidden(ids, anchors, features, offsets)
-            logits, confidence = draft_logits(self.drafter, hidden, previous, self.lm_head)
-        return self._losses(logits, confidence, gold, supervised, target_probs)
-
-    def _drafter_hidden(self, ids, anchors, features, offsets):
-        drafter, block = self.drafter, self.drafter.config.block_size
-        inputs = drafter.block_input_ids(ids.gather(1, anchors).flatten()).view(len(ids), -1)
-        mask = packed_mask(anchors, ids.shape[1], block).to(torch.bfloat16)
-        context_positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
-        embeds = self.target.get_input_embeddings()(inputs)
-        output = drafter(
-            embeds,
-            drafter.project_context(features),
-            offsets.flatten(1),
-            context_positions,
-            {"full_attention": mask},
-        )
-        return output.last_hidden_state.view(-1, block, drafter.config.hidden_size)
-
-    def _losses(self, logits, confidence, gold, supervised, target_probs):
-        weights = self.weights.expand_as(gold)[supervised]
-        total = weights.sum()
-        logits, draft_gold = logits[supervised], self.draft_id[gold[supervised]]
-        log_probs = logits.log_softmax(-1)
-        cross_entropy = F.nll_loss(log_probs, draft_gold, ignore_index=-1, reduction="none")
-        kept_probs = target_probs[:, self.kept]
-        distance = (log_probs.exp() - kept_probs).abs().sum(-1) + 1 - kept_probs.sum(-1)
-        acceptance = (1 - distance / 2).detach().clamp(0, 1)
-        confidence_loss = F.binary_cross_entropy_with_logits(confidence[supervised], acceptance, reduction="none")
-        per_token = self.args.ce_weight * cross_entropy + self.args.tv_weight * distance + confidence_loss
-        matches = torch.zeros_like(supervised)
-        matches[supervised] = self.kept[log_probs.argmax(-1)] == target_probs.argmax(-1)
-        return (weights * per_token).sum() / total, 1 + matches.cumprod(1).sum(1).float().mean().item()
+            hidden = block_hidden_states(drafter, blocks, taps, target.get_input_embeddings())
+            losses = draft_losses(drafter, blocks, hidden, target_logits, self.lm_head, self.config)
+        return losses.total, losses.metrics.greedy_tau.item()
 
 
 def build_drafter(target: PreTrainedModel, samples: list, args: argparse.Namespace) -> DSparkDraftModel:

@@ -1,0 +1,398 @@
+"""The training losses against numbers of the reference implementation (`golden/README.md`) and float64 loops.
+
+Tolerance of golden and of logits: 1e-4. That of losses against loops: the library adds up to 96 float32 probabilities
+in another order, 1e-6 relative; gradients are of order 0.01 to 1.
+"""
+
+import math
+
+import pytest
+import torch
+from conftest import GOLDEN, VOCAB, make_drafter, make_target
+from reference.drafter import ReferenceDrafter
+from reference.losses import accepted_length, reference_losses
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dspark_hf import DSparkDraftModel
+from dspark_hf.drafting import BorrowedHead
+from dspark_hf.taps import TapRecorder
+from dspark_hf.training.anchors import Anchors, block_hidden_states, pack_blocks, sample_anchors
+from dspark_hf.training.losses import (
+    DraftMetrics,
+    LossConfig,
+    aligned_target_logits,
+    draft_losses,
+    draft_metrics,
+    position_losses,
+    position_weights,
+    teacher_forced_draft,
+    total_position_weight,
+    total_variation,
+)
+
+
+TOLERANCE = 1e-4
+LOSS_TOLERANCE = {"atol": 1e-6, "rtol": 1e-5}
+TERMS = ("total", "cross_entropy", "total_variation", "confidence")
+GOLDEN_TERMS = dict(zip(TERMS, ("loss_total", "loss_ce", "loss_tv_l1", "loss_confidence"), strict=True))
+HEADS = {
+    "vanilla": {},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "none": {"markov_rank": 0, "confidence_head_with_markov": False},
+    "confidence without the Markov feature": {"confidence_head_with_markov": False},
+    "no confidence": {"enable_confidence_head": False},
+    "rnn, reduced vocabulary, slot 1": {
+        "markov_head_type": "rnn",
+        "draft_vocab_size": 40,
+        "first_prediction_slot": 1,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target().requires_grad_(False)
+
+
+class Batch:
+    """Two rows of text, the second padded, what the target says about them, and a drafter."""
+
+    def __init__(self, target, num_anchors=6, **overrides):
+        self.target, self.drafter = target, make_drafter(target, **overrides)
+        generator = torch.Generator().manual_seed(7)
+        kept = torch.randperm(VOCAB, generator=generator)[: self.drafter.config.draft_vocab_size].sort().values
+        self.lm_head = target.lm_head
+        if self.drafter.kept_token_ids is not None:
+            self.drafter.d2t.copy_(kept - torch.arange(len(kept)))
+            self.lm_head = BorrowedHead(target.lm_head, kept)
+        self.input_ids = torch.randint(3, VOCAB, (2, 24), generator=generator)
+        self.sequence_ids = torch.tensor([[1] * 24, [1] * 15 + [0] * 9])
+        self.loss_mask = torch.tensor([[0] * 6 + [1] * 8 + [0] * 2 + [1] * 8, [0] * 4 + [1] * 20])
+        layers = self.drafter.config.target_layer_ids
+        with torch.no_grad(), TapRecorder(target, layers, target.device, torch.float32) as recorder:
+            self.last_hidden = target.model(self.input_ids, attention_mask=self.sequence_ids).last_hidden_state
+            self.taps = recorder.take()
+        self.anchors = sample_anchors(self.loss_mask, num_anchors, 4, self.sequence_ids, generator)
+
+    def losses(self, anchors=None, **kwargs):
+        blocks, hidden, target_logits = self.forward(anchors)
+        return draft_losses(self.drafter, blocks, hidden, target_logits, self.lm_head, **kwargs)
+
+    def forward(self, anchors=None):
+        anchors = self.anchors if anchors is None else anchors
+        blocks = pack_blocks(self.drafter.config, self.input_ids, self.loss_mask, anchors, self.sequence_ids)
+        hidden = block_hidden_states(self.drafter, blocks, self.taps, self.target.get_input_embeddings())
+        return blocks, hidden, aligned_target_logits(blocks, self.last_hidden, self.target.lm_head)
+
+    def gradients(self, loss) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(loss, list(self.drafter.parameters()), allow_unused=True))
+
+
+def close(actual, expected, **tolerance):
+    torch.testing.assert_close(actual, expected, **(tolerance or {"atol": TOLERANCE, "rtol": 0}))
+
+
+@pytest.fixture(scope="module", params=["deepspec-qwen3-vanilla", "deepspec-qwen3-rnn"])
+def golden(request):
+    folder = GOLDEN / request.param
+    target = AutoModelForCausalLM.from_pretrained(folder / "target").requires_grad_(False)
+    drafter = DSparkDraftModel.from_pretrained(folder / "drafter").requires_grad_(False)
+    tensors = load_file(folder / "training_golden.safetensors")
+    anchors = Anchors(tensors["anchor_positions"], tensors["block_keep_mask"].bool())
+    return target, drafter, tensors, anchors
+
+
+def test_every_term_equals_the_reference_implementation(golden):
+    target, drafter, tensors, anchors = golden
+    supervised = tensors["eval_mask"].bool()
+    blocks = pack_blocks(drafter.config, tensors["input_ids"], tensors["loss_mask"], anchors)
+    assert torch.equal(blocks.supervised, supervised)
+    assert torch.equal(blocks.target_ids[supervised], tensors["target_ids"][supervised])
+    hidden = block_hidden_states(drafter, blocks, tensors["context_hidden_states"])
+    draft = teacher_forced_draft(drafter, hidden, blocks.previous_ids.flatten(0, 1))
+    close(draft.logits.view_as(tensors["draft_logits"])[supervised], tensors["draft_logits"][supervised])
+    expected = tensors["confidence_logits"]
+    close(draft.confidence_logits.view_as(expected)[supervised], expected[supervised])
+    target_logits = aligned_target_logits(blocks, tensors["target_last_hidden_states"], target.lm_head)
+    close(target_logits, tensors["aligned_target_logits"][supervised])
+    losses = draft_losses(drafter, blocks, hidden, target_logits)
+    for term, name in GOLDEN_TERMS.items():
+        close(getattr(losses, term), tensors[name])
+
+
+def test_golden_anchors_are_candidates_and_hooks_give_the_golden_features(golden):
+    target, drafter, tensors, anchors = golden
+    drawn = sample_anchors(tensors["loss_mask"], 48, drafter.config.block_size)
+    for row in range(2):
+        candidates = drawn.columns[row][drawn.block_keep_mask[row]].tolist()
+        assert set(anchors.columns[row].tolist()) <= set(candidates)
+    with TapRecorder(target, drafter.config.target_layer_ids, target.device, torch.float32) as recorder:
+        last_hidden = target.model(tensors["input_ids"]).last_hidden_state
+    close(recorder.take(), tensors["context_hidden_states"])
+    close(last_hidden, tensors["target_last_hidden_states"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_soft_labels_are_the_targets_logits_at_supervised_positions(family):
+    target = make_target(family).requires_grad_(False)
+    cap = getattr(target.config, "final_logit_softcapping", None)
+    rows = []
+
+    def whole_head(hidden):
+        rows.append(len(hidden))
+        logits = target.lm_head(hidden)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    batch = Batch(target)
+    blocks, _, _ = batch.forward()
+    logits = aligned_target_logits(blocks, batch.last_hidden, whole_head)
+    expected = target(batch.input_ids, attention_mask=batch.sequence_ids).logits
+    row, block, k = blocks.supervised.nonzero(as_tuple=True)
+    close(logits, expected[row, batch.anchors.columns[row, block] + k])
+    assert (cap is not None) == (family == "gemma2")
+    assert rows == [int(blocks.supervised.sum())]
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_teacher_forced_logits_equal_the_reference_drafter(target, case):
+    batch = Batch(target, **HEADS[case])
+    drafter, blocks = batch.drafter, batch.forward()[0]
+    reference = ReferenceDrafter(
+        drafter.state_dict(), drafter.config, target.get_input_embeddings().weight, target.lm_head.weight
+    )
+    torch.manual_seed(8)
+    hidden = torch.randn(12, drafter.config.num_block_inputs, 32)
+    previous = blocks.previous_ids.flatten(0, 1)
+    draft = teacher_forced_draft(drafter, hidden, previous, batch.lm_head)
+    assert draft.logits.dtype == torch.float32
+    for block in range(0, 12, 3):
+        text = previous[block].tolist()
+        expected = reference.draft(hidden[block].double(), text[0], [*text[1:], 0])
+        close(draft.logits[block].double(), expected.draft_logits[:, reference.kept])
+        if drafter.config.enable_confidence_head:
+            close(draft.confidence_logits[block].double(), expected.confidence_logits)
+        else:
+            assert draft.confidence_logits is None
+
+
+def random_logits(kept, seed=0):
+    """Draft, confidence and target logits and gold tokens of 5 blocks of 4 positions, and their supervised lengths."""
+    torch.manual_seed(seed)
+    vocab, drafted = 24, 24 if kept is None else len(kept)
+    draft, confidence = torch.randn(5, 4, drafted) * 2, torch.randn(5, 4) * 2
+    return draft, confidence, torch.randn(5, 4, vocab) * 2, torch.randint(vocab, (5, 4)), [4, 1, 3, 2, 4]
+
+
+@pytest.mark.parametrize("with_confidence", [True, False])
+@pytest.mark.parametrize("kept", [None, [1, 2, 5, 8, 9, 13, 17, 21]], ids=["whole", "reduced"])
+def test_values_and_gradients_equal_float64_loops(kept, with_confidence):
+    draft, confidence, target_logits, gold, lengths = random_logits(kept)
+    leaves = [draft, confidence] if with_confidence else [draft]
+    doubles = [leaf.double().requires_grad_() for leaf in leaves]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    supervised = torch.arange(4) < torch.tensor(lengths)[:, None]
+    terms = position_losses(
+        draft[supervised],
+        confidence[supervised] if with_confidence else None,
+        target_logits[supervised],
+        gold[supervised],
+        None if kept is None else torch.tensor(kept),
+    )
+    weights = position_weights(4, 3.0).expand_as(supervised)[supervised]
+    assert not terms.acceptance_rate.requires_grad
+    expected = reference_losses(
+        doubles[0], doubles[1] if with_confidence else None, target_logits, gold, lengths, (0.3, 0.5, 0.7), 3.0, kept
+    )
+    close(
+        terms.acceptance_rate.double(), torch.tensor(expected.acceptance_rates, dtype=torch.float64), **LOSS_TOLERANCE
+    )
+    for name in TERMS[1:]:
+        loss = (weights * getattr(terms, name)).sum() / weights.sum()
+        close(loss.double(), getattr(expected, name), **LOSS_TOLERANCE)
+        if name == "confidence" and not with_confidence:
+            assert loss == 0
+            continue
+        actual = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        wanted = torch.autograd.grad(getattr(expected, name), doubles, retain_graph=True, allow_unused=True)
+        for one, other in zip(actual, wanted, strict=True):
+            assert (one is None) == (other is None)  # the label has no gradient, so neither term sees the other's leaf
+            if one is not None:
+                close(one.double(), other, **LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_the_loss_of_a_batch_equals_float64_loops(target, case):
+    batch = Batch(target, num_anchors=24, **HEADS[case])
+    blocks, hidden, target_logits = batch.forward()
+    assert not blocks.block_keep_mask.all()
+    config = LossConfig(cross_entropy=0.4, total_variation=0.5, confidence=0.6, loss_decay=2.5)
+    actual = draft_losses(batch.drafter, blocks, hidden, target_logits, batch.lm_head, config)
+    draft = teacher_forced_draft(batch.drafter, hidden, blocks.previous_ids.flatten(0, 1), batch.lm_head)
+    supervised = blocks.supervised.flatten(0, 1)
+    lengths = supervised.sum(dim=1).tolist()
+    spread = torch.zeros(*supervised.shape, VOCAB)
+    spread[supervised] = target_logits
+    expected = reference_losses(
+        draft.logits,
+        draft.confidence_logits,
+        spread,
+        blocks.target_ids.flatten(0, 1),
+        lengths,
+        (0.4, 0.5, 0.6),
+        2.5,
+        batch.drafter.kept_token_ids,
+    )
+    for term in TERMS:
+        close(getattr(actual, term).double(), getattr(expected, term), **LOSS_TOLERANCE)
+    metrics, rates = actual.metrics, iter(expected.acceptance_rates)
+    by_block = [[next(rates) for _ in range(length)] for length in lengths]
+    assert metrics.supervised.tolist() == [sum(length >= k for length in lengths) for k in range(1, 5)]
+    assert float(metrics.tau) == pytest.approx(accepted_length(by_block, 4), rel=1e-5)
+    means = [sum(r[k] for r in by_block if len(r) > k) / sum(len(r) > k for r in by_block) for k in range(4)]
+    assert metrics.acceptance_by_position.tolist() == pytest.approx(means, rel=1e-5)
+    best = draft.logits.argmax(dim=-1)
+    best = best if batch.drafter.kept_token_ids is None else batch.drafter.kept_token_ids[best]
+    hits = [(best[i] == spread[i].argmax(dim=-1))[:length].tolist() for i, length in enumerate(lengths)]
+    assert float(metrics.greedy_tau) == pytest.approx(accepted_length(hits, 4), rel=1e-5)
+    assert metrics.greedy_match.tolist() == [sum(row[k] for row in hits if len(row) > k) for k in range(4)]
+
+
+@pytest.mark.parametrize("case", ["vanilla", "rnn, reduced vocabulary, slot 1"])
+def test_dummies_contribute_nothing(target, case):
+    batch = Batch(target, **HEADS[case])
+    count = 5
+    padded = Anchors(
+        torch.cat([batch.anchors.columns, torch.zeros(2, count, dtype=torch.long)], dim=1),
+        torch.cat([batch.anchors.block_keep_mask, torch.zeros(2, count, dtype=torch.bool)], dim=1),
+    )
+    without, with_dummies = batch.losses(), batch.losses(padded)
+    for term in TERMS:
+        close(getattr(with_dummies, term), getattr(without, term), **LOSS_TOLERANCE)
+    assert torch.equal(with_dummies.metrics.supervised, without.metrics.supervised)
+    for one, other in zip(batch.gradients(with_dummies.total), batch.gradients(without.total), strict=True):
+        close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_a_batch_in_parts_adds_up_to_the_whole(target):
+    """What ranks and gradient accumulation need: each part is divided by the weight of all."""
+    batch = Batch(target)
+    columns, keep = batch.anchors.columns, batch.anchors.block_keep_mask
+    parts = [Anchors(columns[:, part], keep[:, part]) for part in (slice(0, 1), slice(1, 6))]
+    weight = sum(total_position_weight(batch.forward(part)[0].supervised, 4.0) for part in parts)
+    whole, pieces = batch.losses(), [batch.losses(part, total_weight=weight) for part in parts]
+    for term in TERMS:
+        close(sum(getattr(piece, term) for piece in pieces), getattr(whole, term), **LOSS_TOLERANCE)
+    summed = batch.gradients(pieces[0].total + pieces[1].total)
+    for one, other in zip(summed, batch.gradients(whole.total), strict=True):
+        close(one, other, atol=1e-5, rtol=1e-4)
+    added = pieces[0].metrics + pieces[1].metrics
+    for name in DraftMetrics.__slots__:
+        close(getattr(added, name), getattr(whole.metrics, name), **LOSS_TOLERANCE)
+
+
+def test_a_perfect_drafter_loses_nothing_but_the_entropy():
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
+    terms = position_losses(logits, None, logits, logits.argmax(dim=-1))
+    close(terms.total_variation, torch.zeros(6), atol=1e-6, rtol=0)
+    close(terms.acceptance_rate, torch.ones(6), atol=1e-6, rtol=0)
+    metrics = draft_metrics(torch.ones(2, 3, dtype=torch.bool), torch.ones(6), torch.ones(6, dtype=torch.bool))
+    assert metrics.tau == metrics.greedy_tau == 4
+
+
+def test_tokens_that_cannot_be_drafted_count_in_the_distance_and_not_in_the_cross_entropy():
+    kept, target_logits = torch.tensor([0, 3]), torch.tensor([[-90.0, 0.0, 0.0, -90.0], [0.0, -90.0, -90.0, 0.0]])
+    terms = position_losses(torch.zeros(2, 2), None, target_logits, torch.tensor([1, 3]), kept)
+    close(terms.total_variation, torch.tensor([2.0, 0.0]), atol=1e-6, rtol=0)
+    close(terms.acceptance_rate, torch.tensor([0.0, 1.0]), atol=1e-6, rtol=0)
+    close(terms.cross_entropy, torch.tensor([0.0, math.log(2)]), atol=1e-6, rtol=0)
+    p = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+    close(total_variation(torch.tensor([[0.5, 0.5]]), p, kept), torch.tensor([0.4 + 0.2 + 0.3 + 0.1]))
+
+
+def test_only_the_drafter_gets_gradients_and_every_part_of_it(target):
+    batch = Batch(target, markov_head_type="rnn")
+    gradients = batch.gradients(batch.losses().total)
+    names = [name for name, _ in batch.drafter.named_parameters()]
+    assert [n for n, g in zip(names, gradients, strict=True) if g is None or not g.abs().sum() > 0] == []
+    assert not batch.forward()[2].requires_grad
+
+
+def test_a_position_that_is_not_supervised_changes_nothing(target):
+    batch = Batch(target)
+    before = batch.losses().total
+    batch.input_ids = torch.where(batch.sequence_ids == 0, 5, batch.input_ids)
+    batch.taps = torch.where(batch.sequence_ids[..., None] == 0, torch.nan, batch.taps)
+    batch.last_hidden = torch.where(batch.sequence_ids[..., None] == 0, torch.nan, batch.last_hidden)
+    after = batch.losses().total
+    assert torch.equal(before, after)
+    assert all(torch.isfinite(gradient).all() for gradient in batch.gradients(after))
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_losses_are_float32_under_autocast_and_close_to_the_exact_ones(target, case):
+    batch = Batch(target, **HEADS[case])
+    exact = batch.losses()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = batch.losses()
+    for term in TERMS:
+        assert getattr(rounded, term).dtype == torch.float32
+        # Logits of order 10 in bfloat16 are off by up to 0.03.
+        close(getattr(rounded, term), getattr(exact, term), atol=0, rtol=0.03)
+
+
+def test_position_weights_decay_from_one():
+    close(position_weights(4, 4.0), torch.tensor([1.0, math.exp(-0.25), math.exp(-0.5), math.exp(-0.75)]))
+    assert position_weights(3, math.inf).tolist() == [1.0, 1.0, 1.0]
+    supervised = torch.tensor([[[True, True, False], [True, False, False]]])
+    assert float(total_position_weight(supervised, 4.0)) == pytest.approx(2 + math.exp(-0.25))
+
+
+def test_metrics_of_positions_that_nothing_reaches_are_nan_and_leave_tau_alone():
+    supervised = torch.tensor([[True, False], [True, False]])
+    metrics = draft_metrics(supervised, torch.tensor([0.5, 1.0]), torch.tensor([True, False]))
+    assert metrics.tau == 1.75
+    assert metrics.greedy_tau == 1.5
+    assert metrics.greedy_acceptance_by_position.isnan().tolist() == [False, True]
+
+
+def test_defaults_are_the_papers():
+    assert LossConfig() == LossConfig(cross_entropy=0.1, total_variation=0.9, confidence=1.0, loss_decay=4.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cross_entropy": -0.1}, "must not be negative"),
+        ({"cross_entropy": 0.0, "total_variation": 0.0, "confidence": 0.0}, "one must be positive"),
+        ({"confidence": math.nan}, "must not be negative"),
+        ({"loss_decay": 0.0}, "`loss_decay` must be positive"),
+    ],
+)
+def test_impossible_weights_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**fields)
+
+
+def test_a_batch_without_supervision_is_refused_unless_its_weight_is_given(target):
+    batch = Batch(target)
+    nothing = Anchors(torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="No position of this batch is supervised"):
+        batch.losses(nothing)
+    losses = batch.losses(nothing, total_weight=7.0)  # another rank has supervised positions
+    assert losses.total == 0
+    assert all(g is None or not g.any() for g in batch.gradients(losses.total))
+
+
+def test_heads_that_do_not_fit_are_refused(target):
+    batch = Batch(target, draft_vocab_size=40)
+    blocks, hidden, target_logits = batch.forward()
+    with pytest.raises(ValueError, match="pass `lm_head`"):
+        draft_losses(batch.drafter, blocks, hidden, target_logits)
+    with pytest.raises(ValueError, match="one logit for each token"):
+        position_losses(torch.zeros(2, 40), None, torch.zeros(2, VOCAB), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="one logit for each token"):
+        position_losses(torch.zeros(3, VOCAB), None, torch.zeros(2, VOCAB), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="gives 40 logits.*got 64"):
+        draft_losses(batch.drafter, blocks, hidden, target_logits, batch.target.lm_head)
