@@ -1,21 +1,19 @@
 """Calibrated confidences (section 3.2.1): a temperature for each position, applied to the confidence logits."""
 
-from collections.abc import Sequence
-
 import torch
 
 
-def calibrated_confidence(logits: torch.Tensor, temperatures: Sequence[float] | None) -> torch.Tensor:
+def calibrated_confidence(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
     r"""
     Turn confidence logits into confidences, `c_k = sigmoid(logit_k / T_k)`.
 
     Args:
         logits (`torch.FloatTensor` of shape `(R, K)`): Confidence logits of positions 1 to K.
-        temperatures (`Sequence[float]`, *optional*): Calibration temperatures, at least K; `None` means 1.
+        temperatures (`torch.FloatTensor` of shape `(>= K,)`, *optional*): Calibration temperatures; `None` means 1.
 
     Returns:
         `torch.FloatTensor` of shape `(R, K)`: Conditional acceptance probabilities.
     """
     if temperatures is not None:
-        logits = logits / logits.new_tensor(list(temperatures[: logits.shape[1]]))
+        logits = logits / temperatures[: logits.shape[1]]
     return logits.sigmoid()

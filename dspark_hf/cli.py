@@ -58,6 +58,10 @@ def load_pair(target: str, drafter: str, device: str, dtype: str) -> tuple[Any, 
         device (`str`): torch device.
         dtype (`str`): `"auto"` or a torch dtype's name, for both models.
     """
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype must be auto or a torch dtype such as float32, got {dtype!r}.")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device. Use --device cpu.")
     tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
     return model.to(device), DSparkDraftModel.from_pretrained(drafter, dtype=dtype).to(device), tokenizer
@@ -65,6 +69,8 @@ def load_pair(target: str, drafter: str, device: str, dtype: str) -> tuple[Any, 
 
 def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> Any:
     """Encode a prompt as the user's turn of a chat, or as it is when `raw` or when there is no chat template."""
+    if not prompt.strip():
+        raise ValueError("--prompt is empty: pass the text to answer.")
     if raw or tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt")
     chat = [{"role": "user", "content": prompt}]

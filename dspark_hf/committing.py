@@ -17,7 +17,8 @@ from dspark_hf.modeling.modeling_dspark import DSparkDraft
 from dspark_hf.outputs import OutputRecorder
 from dspark_hf.processors import Processors
 from dspark_hf.sampling import Sampler
-from dspark_hf.sequences import Sequences, upload
+from dspark_hf.sequences import Sequences
+from dspark_hf.transfer import upload
 from dspark_hf.verification import Verification
 
 
@@ -157,7 +158,7 @@ class StepCommitter:
         )
         passed = result.num_accepted.bool()
         token = torch.where(passed, offered.squeeze(1), result.bonus_token) if offered.shape[1] else result.bonus_token
-        goes_on = passed.tolist()  # one host sync a token: the user's own code decides what comes next
+        goes_on = passed.tolist()  # host syncs for each token: the user's own code decides what comes next
         if sequences.stop.pads_finished_rows:
             done = upload(sequences.finished, token.device)
             token = token.masked_fill(done, sequences.pad_token_id)

@@ -25,9 +25,17 @@ from dspark_hf.options import check_prompt, read_options
 from dspark_hf.outputs import DSparkGenerateOutput, OutputRecorder
 from dspark_hf.processors import Processors, check_processors
 from dspark_hf.sampling import Sampler
-from dspark_hf.sequences import Sequences, StopRules, upload
+from dspark_hf.sequences import Sequences, StopRules
 from dspark_hf.taps import TapRecorder
-from dspark_hf.verification import Verification, Verifier, check_attentions, check_positions, learned_positions
+from dspark_hf.transfer import upload
+from dspark_hf.verification import (
+    Verification,
+    Verifier,
+    check_attentions,
+    check_positions,
+    check_rotary_length,
+    learned_positions,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -80,6 +88,8 @@ class Decoding:
         check_host_cache(self.host_cache)
         self.options = read_options(drafter, generation_config)
         share_with_target(drafter, target)
+        temperatures = drafter.config.confidence_temperatures
+        self.temperatures = None if temperatures is None else upload(temperatures, drafter.device)
         self.sampler = Sampler(bool(generation_config.do_sample))
         self.processors = Processors(logits_processor)
         self.draft_processors = Processors(logits_processor, only_stateless=True)
@@ -87,6 +97,8 @@ class Decoding:
         self.draft_may_end = drafter.kept_token_ids is not None and len(self.draft_processors) > 0
         stop = StopRules(stopping_criteria, input_ids.device)
         self.sequences = Sequences(input_ids, stop, generation_config._pad_token_tensor)
+        prompt_positions = int(model_kwargs["position_ids"].max()) + 1
+        check_rotary_length(target, prompt_positions + self.sequences.tokens_left(0))
         self.outputs = OutputRecorder(generation_config)
         if self.outputs.attentions is not None:
             check_attentions(target, self.host_cache)
@@ -123,6 +135,9 @@ class Decoding:
         prompt_mask = torch.ones(rows, columns, dtype=torch.bool, device=device) if mask is None else mask.bool()
         cache = SlotCache(len(self.host_cache.layers))
         cache.read_host(self.host_cache, columns)
+        if not self._cache_is_kept():
+            for layer in self.host_cache.layers:
+                layer.keys = layer.values = None  # nobody will see it again: hold the prompt once
         self.prompt_columns = columns
         self.verifier = Verifier(self.target, cache, prompt_mask, self.model_kwargs)
         first = columns - taps.shape[1]
@@ -188,7 +203,7 @@ class Decoding:
             return caps
         confidence = None
         if draft.confidence_logits is not None:
-            confidence = calibrated_confidence(draft.confidence_logits, self.drafter.config.confidence_temperatures)
+            confidence = calibrated_confidence(draft.confidence_logits, self.temperatures)
         lengths = self.options.policy.verification_lengths(confidence, torch.tensor(caps))
         if self.draft_may_end:
             possible = draft.probs.sum(dim=-1).isfinite().cumprod(dim=1).sum(dim=1)
@@ -275,14 +290,16 @@ class Decoding:
 
     def _return_cache(self) -> None:
         """Bring the host's cache up to date, in its own layout, if anybody will see it again."""
-        returned = self.generation_config.return_dict_in_generate
-        if not (returned or was_passed_by_user(self.host_cache)):
+        if not self._cache_is_kept():
             return
         longest = max(self.sequences.generated)
         behind = [longest - generated for generated in self.sequences.generated]
         if any(behind) or self.synced_gpus:
             self._run_padding([max(1, columns) for columns in behind])
         self.verifier.cache.write_host(self.host_cache, self.prompt_columns + longest - 1)
+
+    def _cache_is_kept(self) -> bool:
+        return bool(self.generation_config.return_dict_in_generate) or was_passed_by_user(self.host_cache)
 
     def _run_padding(self, widths: list[int]) -> None:
         """Rows that ended early go on as padding in plain generation, so their cache holds it: run it once."""

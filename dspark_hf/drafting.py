@@ -4,6 +4,7 @@ The drafter's cache holds keys and values of the context alone. A block's own ar
 on, where the next context overwrites them.
 """
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,25 +125,43 @@ class Drafting:
 
 
 def share_with_target(drafter: DSparkDraftModel, target: TargetModel) -> None:
-    """Let the drafter use the target's embedding and head where its own are equal, to hold them in memory once.
+    """Let the drafter's embedding and head use the target's memory where they are equal, instead of a second copy.
 
-    The comparison reads both, so each pair is compared once.
+    They are the target's, frozen (section 3.1), so they stop requiring gradients. A drafter in training is left alone. The
+    comparison reads both, so each pair is compared once.
     """
-    if getattr(drafter, "_compared_with", None) == id(target):
+    compared = _compared_with.get(drafter)
+    if drafter.training or (compared is not None and compared() is target):
         return
-    drafter._compared_with = id(target)
+    _compared_with[drafter] = weakref.ref(target)
     pairs: list[tuple[Any, Any]] = [
         (drafter.embed_tokens, target.get_input_embeddings()),
         (drafter.lm_head, target.get_output_embeddings()),
     ]
     for own, lent in pairs:
-        if own is None or own.weight.shape != lent.weight.shape or own.weight.dtype != lent.weight.dtype:
+        if own is None or not isinstance(getattr(lent, "weight", None), torch.Tensor):
             continue
-        if own.weight.device == lent.weight.device and torch.equal(own.weight, lent.weight):
-            own.weight = lent.weight
+        alike = [own.weight.shape, own.weight.dtype, own.weight.device] == [
+            lent.weight.shape,
+            lent.weight.dtype,
+            lent.weight.device,
+        ]
+        if alike and own.weight.grad is None and torch.equal(own.weight, lent.weight):
+            own.weight.requires_grad_(False)
+            own.weight.data = lent.weight.data
+
+
+_compared_with: weakref.WeakKeyDictionary[DSparkDraftModel, weakref.ref] = weakref.WeakKeyDictionary()
 
 
 def _borrow_head(drafter: DSparkDraftModel, target: TargetModel) -> nn.Module:
     head = target.get_output_embeddings()
     kept = drafter.kept_token_ids
-    return head if kept is None else BorrowedHead(head, kept)
+    if kept is None:
+        return head
+    if not isinstance(getattr(head, "weight", None), torch.Tensor) or not head.weight.is_floating_point():
+        raise NotImplementedError(
+            "A drafter with a reduced vocabulary takes rows of the target's head, which cannot be done with a quantised head. "
+            "Load the target with its head in full precision, or use a drafter that has a head of its own."
+        )
+    return BorrowedHead(head, kept)

@@ -11,6 +11,7 @@
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ from dspark_hf.verification import check_verifiable
 
 
 _originals: dict[str, Callable] = {}
+_attached: weakref.WeakKeyDictionary[Any, Callable | None] = weakref.WeakKeyDictionary()
 
 
 def is_dspark_drafter(model: object) -> bool:
@@ -77,19 +79,38 @@ def attach(target: TargetModel, drafter: DSparkDraftModel) -> None:
         drafter ([`DSparkDraftModel`]): The drafter. A call may still pass another `assistant_model`.
 
     Raises:
-        RuntimeError: If the package is disabled.
+        RuntimeError: If the package is disabled, here or when generating later.
+        TypeError: If `drafter` is no loaded DSpark drafter.
         ValueError: If the drafter was made for another target.
     """
     if not _originals:
         raise RuntimeError("dspark_hf is disabled; call dspark_hf.enable() before attach().")
+    if not is_dspark_drafter(drafter):
+        raise TypeError(f"attach() needs a loaded DSpark drafter, got {type(drafter).__name__}.")
     check_target(drafter, target)
     check_verifiable(target)
-    target.__dict__["generate"] = functools.partial(type(target).generate, target, assistant_model=drafter)
+    detach(target)
+    generate = target.generate
+
+    @functools.wraps(generate)
+    def generate_with_drafter(*args: Any, assistant_model: Any = drafter, **kwargs: Any) -> Any:
+        if not _originals:
+            raise RuntimeError("dspark_hf is disabled: call dspark_hf.enable(), or dspark_hf.detach(target).")
+        return generate(*args, assistant_model=assistant_model, **kwargs)
+
+    _attached[target] = target.__dict__.get("generate")
+    target.__dict__["generate"] = generate_with_drafter
 
 
 def detach(target: TargetModel) -> None:
     """Undo [`attach`]."""
-    target.__dict__.pop("generate", None)
+    if target not in _attached:
+        return
+    previous = _attached.pop(target)
+    if previous is None:
+        del target.__dict__["generate"]
+    else:
+        target.__dict__["generate"] = previous
 
 
 def _wrap_assisted_decoding(original: Callable) -> Callable:

@@ -109,7 +109,7 @@ class PhaseTimer:
     """Adds up the time between marks by phase, without stopping the device: CUDA events there, the clock elsewhere."""
 
     def __init__(self, device: torch.device):
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._marks: list[tuple[str, Any]] = [("", self._now())]
 
     def mark(self, phase: str) -> None:
@@ -118,16 +118,16 @@ class PhaseTimer:
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase; waits for the device."""
-        if self._on_cuda:
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         totals = dict.fromkeys(PHASES, 0.0)
         for (_, start), (phase, end) in zip(self._marks, self._marks[1:], strict=False):
-            totals[phase] += start.elapsed_time(end) / 1000 if self._on_cuda else end - start
+            totals[phase] += start.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - start
         return totals
 
     def _now(self) -> Any:
-        if not self._on_cuda:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event

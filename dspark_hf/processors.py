@@ -12,6 +12,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
+from dspark_hf.transfer import upload
+
 
 IGNORE_HISTORY = {
     "TemperatureLogitsWarper",
@@ -80,8 +82,9 @@ class Processors:
             return self.processors(tokens[:, :0], scores)
         processed = torch.empty_like(scores)
         for length in sorted(set(lengths)):
-            entries = [n for n, own in enumerate(lengths) if own == length]
-            of_rows = [rows[n] for n in entries]
+            chosen = [n for n, own in enumerate(lengths) if own == length]
+            entries = upload(chosen, scores.device)
+            of_rows = upload([rows[n] for n in chosen], scores.device)
             processors: Any = LogitsProcessorList(_for_rows(processor, of_rows) for processor in self.processors)
             processed[entries] = processors(tokens[of_rows, :length], scores[entries])
         return processed
@@ -107,11 +110,11 @@ def check_processors(processors: LogitsProcessorList) -> None:
             )
 
 
-def _for_rows(processor: object, rows: list[int]) -> object:
+def _for_rows(processor: object, rows: torch.Tensor) -> object:
     """The same processor for a choice of rows: the repetition penalty keeps one prompt length for each row."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if not isinstance(ignored, torch.Tensor):
         return processor
     chosen = copy.copy(processor)
-    chosen.prompt_ignore_length = ignored[rows]  # type: ignore[attr-defined]
+    chosen.prompt_ignore_length = ignored.to(rows.device)[rows]  # type: ignore[attr-defined]
     return chosen

@@ -11,13 +11,10 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
+from dspark_hf.transfer import upload
+
 
 BUCKET = 256
-
-
-def upload(values: Sequence[int] | Sequence[bool], device: torch.device) -> torch.Tensor:
-    """Bring host numbers to a device without waiting for what is queued there."""
-    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class StopRules:
@@ -53,7 +50,7 @@ class Sequences:
     """
 
     def __init__(self, input_ids: torch.Tensor, stop: StopRules, pad_token_id: torch.Tensor | None):
-        self.tokens = input_ids
+        self.tokens = input_ids.long()
         self.stop = stop
         self.pad_token_id = 0 if pad_token_id is None else int(pad_token_id)  # host sync, once a call
         self.prompt_length = input_ids.shape[1]

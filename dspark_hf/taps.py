@@ -4,6 +4,7 @@ Hooks see the raw output of a layer on every release of transformers, which `out
 last entry is normed, and the meaning of a list changed between releases. Tap -1 is the input of the first layer.
 """
 
+import itertools
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -76,6 +77,11 @@ class TapRecorder:
 
     def take(self) -> torch.Tensor:
         """Return the taps since the last call, `(B, T, len(layer_ids) * D_target)`; several forwards are joined along T."""
+        if not all(self._recorded.values()):
+            raise RuntimeError(
+                "The target ran without calling the hooks on its layers, so there are no taps. Is it compiled? Pass the model "
+                "as it was before torch.compile."
+            )
         taps = [
             torch.cat([part.to(device=self.device, dtype=self.dtype) for part in self._recorded[layer_id]], dim=1)
             for layer_id in self.layer_ids
@@ -129,7 +135,12 @@ def check_target(drafter: DSparkDraftModel, target: TargetModel) -> None:
             f"The drafter is in {drafter.dtype}, which cannot meet the target's {target.dtype}. Load it with dtype='auto', "
             "or call drafter.to(target.dtype)."
         )
-    head_device = next(target.get_output_embeddings().parameters()).device
+    head = target.get_output_embeddings()
+    head_device = next(itertools.chain(head.parameters(), head.buffers())).device
+    if head_device.type == "meta" and drafter.device.type != "meta":
+        raise ValueError(
+            "The target's head is offloaded. Load the target onto one device, without offloading its head."
+        )
     if drafter.device != head_device:
         raise ValueError(
             f"The drafter is on {drafter.device}, the target's head on {head_device}. Move the drafter: "

@@ -89,7 +89,8 @@ class Verifier:
 
         def additive(window: int | None) -> torch.Tensor:
             seen = visible if window is None else visible & (keys > slots[..., None] - window)
-            return torch.where(seen, 0.0, lowest).to(self.mask_dtype)[:, None]
+            mask = torch.zeros(seen.shape, dtype=self.mask_dtype, device=seen.device)
+            return mask.masked_fill_(~seen, lowest)[:, None]
 
         windows = mask_windows(self.config)
         if isinstance(windows, dict):
@@ -155,6 +156,34 @@ def check_positions(position_ids: torch.Tensor, limit: int | None) -> None:
         )
 
 
+def check_rotary_length(target: TargetModel, longest: int) -> None:
+    r"""
+    Check that no text gets so long that the target's rotary frequencies depend on the length of a forward.
+
+    Draft tokens and other rows lengthen a forward, so beyond that length the output would depend on them.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        longest (`int`): Positions that the call may reach.
+
+    Raises:
+        NotImplementedError: If `longest` is beyond the length at which dynamic or longrope frequencies change.
+    """
+    config = target.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        if rope.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if longest > limit:
+            raise NotImplementedError(
+                f"The {rope['rope_type']} rotary embedding of {type(target).__name__} changes with the length of a forward "
+                f"beyond {limit} positions, and this call may reach {longest}. Lower max_new_tokens, or call generate() "
+                "without `assistant_model`."
+            )
+
+
 def check_attentions(target: TargetModel, cache: Cache) -> None:
     r"""
     Check that attentions can be returned in the shapes of plain generation, which shows every key so far.
@@ -185,12 +214,25 @@ def check_verifiable(target: TargetModel) -> None:
         raise NotImplementedError(f"DSpark drafts for decoder-only targets; {name} is an encoder-decoder. {instead}")
     if getattr(target, "_is_stateful", False):
         raise NotImplementedError(f"{name} keeps a recurrent state, which DSpark cannot roll back. {instead}")
-    if "position_ids" not in inspect.signature(target.forward).parameters:
-        raise NotImplementedError(f"{name} takes no `position_ids`, so its rows cannot advance separately. {instead}")
+    known = inspect.signature(target.forward).parameters
+    if "position_ids" not in known or cache_argument() not in known:
+        raise NotImplementedError(
+            f"{name} takes no `position_ids` or no cache, so its rows cannot advance separately. {instead}"
+        )
+    if target._compiled_call_impl is not None or hasattr(target.forward, "_torchdynamo_orig_callable"):
+        raise NotImplementedError(
+            f"{name} was compiled before the drafter's hooks were there, so its taps cannot be read. Pass the model as it was "
+            "before torch.compile."
+        )
     config = target.config.get_text_config(decoder=True)
     if getattr(config, "num_kv_shared_layers", 0):
         raise NotImplementedError(
             f"{name} shares keys and values between layers, which DSpark does not support. {instead}"
+        )
+    if getattr(config, "alibi", False) or "local" in getattr(config, "attention_layers", ()):
+        raise NotImplementedError(
+            f"{name} biases or windows its attention by columns, not by positions, so its rows cannot advance separately. "
+            f"{instead}"
         )
     implementation = config._attn_implementation
     if implementation not in MASKED_IMPLEMENTATIONS:

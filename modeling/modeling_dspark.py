@@ -166,7 +166,6 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
-        self.rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
@@ -337,7 +336,10 @@ class DSparkDraftModel(PreTrainedModel):
         if head is None:
             raise ValueError("This drafter has no head of its own: pass `lm_head`, the target's output embeddings.")
         predicting = hidden_states[:, self.config.first_prediction_slot :]
-        return head(predicting.to(next(head.parameters()).dtype))
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+            predicting = predicting.to(weight.dtype)
+        return head(predicting)
 
     def to_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Scatter `(B, V_d)` logits to `(B, V)`, with -inf for the tokens that cannot be drafted."""
@@ -417,19 +419,36 @@ class DSparkDraftModel(PreTrainedModel):
         loaded: Any = super().from_pretrained(path, *model_args, config=config, **kwargs)
         model, info = loaded
         _check_every_weight_used(path, info)
+        model._check_kept_tokens(path)
         model._load_generation_config(path, hub_kwargs)
         return (model, info) if return_info else model
 
-    def save_pretrained(  # type: ignore[override]  # the same arguments, most of them unnamed
-        self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any
+    def save_pretrained(  # type: ignore[override]  # the same arguments, the later ones unnamed
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
     ) -> None:
         """Save as [`PreTrainedModel.save_pretrained`] does, and the decoding options in `generation_config.json`."""
-        super().save_pretrained(save_directory, **kwargs)
-        self.generation_config.save_pretrained(save_directory)
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        if is_main_process:
+            self.generation_config.save_pretrained(save_directory)
         if push_to_hub:
             repo_id = kwargs.get("repo_id") or Path(save_directory).name
-            hub_kwargs = {name: kwargs[name] for name in ("commit_message", "private", "token") if name in kwargs}
+            hub_kwargs = {name: kwargs[name] for name in PUSH_KWARGS if name in kwargs}
             self.push_to_hub(repo_id, **hub_kwargs)  # type: ignore[arg-type]  # its decorator hides the signature
+
+    def _check_kept_tokens(self, path: str) -> None:
+        kept, size = self.kept_token_ids, self.config.vocab_size
+        if kept is None or kept.is_meta:
+            return
+        if int(kept.min()) < 0 or int(kept.max()) >= size or len(kept.unique()) < len(kept):
+            raise ValueError(
+                f"`d2t` in {path} must map draft ids to different target ids in [0, {size}); it maps to "
+                f"[{int(kept.min())}, {int(kept.max())}], {len(kept.unique())} of {len(kept)} different."
+            )
 
     def _load_generation_config(self, path: str, hub_kwargs: dict) -> None:
         try:
@@ -438,6 +457,16 @@ class DSparkDraftModel(PreTrainedModel):
             self.generation_config = GenerationConfig()
 
 
+PUSH_KWARGS = (
+    "commit_message",
+    "commit_description",
+    "private",
+    "token",
+    "revision",
+    "create_pr",
+    "tags",
+    "max_shard_size",
+)
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -475,7 +504,8 @@ def draft_attention_mask(
         seen = visible
         if layer_type == "sliding_attention":
             seen = visible & (keys > block_slots[..., None] - config.sliding_window)
-        masks[layer_type] = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        masks[layer_type] = mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
     return masks
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from conftest import left_padded, make_drafter, make_target
 
+from dspark_hf.drafting import Drafting
+
 
 def owning_drafter(target, same: bool):
     drafter = make_drafter(target, has_embedding=True, has_lm_head=True)
@@ -21,18 +23,45 @@ def test_equal_embedding_and_head_are_held_in_memory_once():
     prompt = left_padded([7])
     expected = target.generate(**prompt, max_new_tokens=6)
     assert torch.equal(target.generate(**prompt, max_new_tokens=6, assistant_model=drafter), expected)
-    assert drafter.embed_tokens.weight is target.get_input_embeddings().weight
-    assert drafter.lm_head.weight is target.get_output_embeddings().weight
+    assert drafter.embed_tokens.weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()
+    assert drafter.lm_head.weight.data_ptr() == target.get_output_embeddings().weight.data_ptr()
     assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
 
 
-def test_an_embedding_of_its_own_stays_its_own():
+def test_sharing_leaves_each_model_free_to_be_cast_and_the_target_safe_from_training():
     target = make_target()
-    drafter = owning_drafter(target, same=False)
-    embedding, head = drafter.embed_tokens.weight, drafter.lm_head.weight
+    drafter = owning_drafter(target, same=True)
+    before = target.get_input_embeddings().weight.clone()
     target.generate(**left_padded([7]), max_new_tokens=6, assistant_model=drafter)
-    assert drafter.embed_tokens.weight is embedding
-    assert drafter.lm_head.weight is head
+    optimiser = torch.optim.SGD(drafter.parameters(), lr=1.0, weight_decay=0.1)
+    inputs = drafter.embed_tokens(torch.tensor([[3, 4, 5, 6]]))
+    positions = torch.arange(4)[None]
+    context = drafter.project_context(torch.randn(1, 2, drafter.fc.in_features))
+    drafter(inputs, context, positions + 2, positions[:, :2]).last_hidden_state.sum().backward()
+    optimiser.step()
+    assert torch.equal(target.get_input_embeddings().weight, before)
+    drafter.to(torch.bfloat16)
+    assert target.get_input_embeddings().weight.dtype == torch.float32
+    target.generate(**left_padded([7]), max_new_tokens=6, assistant_model=drafter)
+    target.to(torch.bfloat16)
+    target.generate(**left_padded([7]), max_new_tokens=6, assistant_model=drafter)
+
+
+@pytest.mark.parametrize("reason", ["different", "training"])
+def test_an_embedding_of_its_own_stays_its_own(reason):
+    target = make_target()
+    drafter = owning_drafter(target, same=reason == "training").train(reason == "training")
+    before = drafter.embed_tokens.weight.data_ptr(), drafter.lm_head.weight.data_ptr()
+    target.generate(**left_padded([7]), max_new_tokens=6, assistant_model=drafter)
+    assert (drafter.embed_tokens.weight.data_ptr(), drafter.lm_head.weight.data_ptr()) == before
+
+
+def test_a_reduced_vocabulary_cannot_borrow_from_a_quantised_head():
+    target = make_target()
+    drafter = make_drafter(target, draft_vocab_size=8)
+    target.lm_head.weight = torch.nn.Parameter(torch.zeros(64, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(NotImplementedError, match="quantised head"):
+        Drafting(drafter, target, torch.ones(1, 4, dtype=torch.bool), 0)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -16,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import QuantizedLayer
 
 import dspark_hf
+from dspark_hf.decoding import Decoding
 from dspark_hf.host import cache_argument
 from dspark_hf.outputs import DSparkGenerateOutput
 
@@ -535,6 +536,81 @@ def test_attention_that_takes_no_mask_is_refused(target):
     assert_refused(target, NotImplementedError, r"set_attn_implementation\('sdpa'\)")
 
 
+ROPE = {"rope_theta": 10000.0}
+LENGTH_DEPENDENT = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, **ROPE},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 24,
+        **ROPE,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+def test_rotary_frequencies_that_depend_on_the_forward_are_refused_where_they_change(kind):
+    target = make_target("llama", max_position_embeddings=24, rope_parameters=LENGTH_DEPENDENT[kind])
+    inputs = left_padded([9])
+    assert_refused(target, NotImplementedError, f"{kind} rotary embedding.*beyond 24", inputs=left_padded([22]))
+    check_same(target, inputs, max_new_tokens=15)
+
+
+def test_local_attention_is_refused():
+    config = transformers.GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]]
+    )
+    assert_refused(transformers.GPTNeoForCausalLM(config).eval(), NotImplementedError, "by columns")
+
+
+def test_alibi_is_refused():
+    config = transformers.FalconConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, alibi=True
+    )
+    assert_refused(transformers.FalconForCausalLM(config).eval(), NotImplementedError, "by columns")
+
+
+@pytest.mark.parametrize("how", ["module", "forward"])
+def test_a_compiled_target_is_refused(how):
+    target = make_target()
+    if how == "module":
+        target.compile(backend="eager")
+    else:
+        target.forward = torch.compile(target.forward, backend="eager")
+    with pytest.raises(NotImplementedError, match="before torch.compile"):
+        target.generate(**left_padded([5]), max_new_tokens=4, assistant_model=drafter_of(make_target()))
+
+
+def test_int32_prompts_and_float64_models_work_as_in_plain_generation():
+    inputs = left_padded([5, 9])
+    inputs["input_ids"] = inputs["input_ids"].int()
+    check_same(shared_target(), inputs, max_new_tokens=6)
+    target = make_target().double()
+    plain = target.generate(**left_padded([5, 9]), max_new_tokens=6)
+    for dtype in (torch.float64, torch.float32):
+        drafter = make_drafter(target).to(dtype)
+        assert torch.equal(target.generate(**left_padded([5, 9]), max_new_tokens=6, assistant_model=drafter), plain)
+
+
+def test_the_prompts_cache_is_let_go_when_nobody_will_see_it(monkeypatch):
+    held = []
+    original = Decoding._round
+
+    def spy(self):
+        held.append(self.host_cache.layers[0].keys is not None)
+        original(self)
+
+    monkeypatch.setattr(Decoding, "_round", spy)
+    target, drafter = shared_target(), drafter_of(shared_target())
+    target.generate(**left_padded([5]), max_new_tokens=4, assistant_model=drafter, return_dict_in_generate=True)
+    assert all(held)
+    held.clear()
+    target.generate(**left_padded([5]), max_new_tokens=4, assistant_model=drafter)
+    assert any(held) == (cache_argument() != "cache")  # before 5.24 the host does not say whose cache it is
+
+
 # The switch
 
 
@@ -588,9 +664,31 @@ def test_attach_makes_the_target_draft_on_its_own(target):
     one_token = scripted_by(target, plain.sequences)
     one_token.generation_config.num_assistant_tokens = 1
     assert target.generate(**inputs, **options, assistant_model=one_token).statistics.rounds == 5
+    dspark_hf.disable()
+    try:
+        with pytest.raises(RuntimeError, match="detach"):
+            target.generate(**inputs, **options)
+    finally:
+        dspark_hf.enable()
     dspark_hf.detach(target)
     dspark_hf.detach(target)
     assert not isinstance(target.generate(**inputs, **options), DSparkGenerateOutput)
+
+
+def test_detach_brings_back_a_generate_of_the_users_own():
+    target = make_target()
+    own = functools.partial(type(target).generate, target, max_new_tokens=3)
+    target.generate = own
+    dspark_hf.attach(target, drafter_of(target))
+    assert target.generate(**left_padded([5])).shape[1] == 8
+    dspark_hf.detach(target)
+    assert target.generate is own
+
+
+@pytest.mark.parametrize("wrong", ["org/drafter", None])
+def test_attach_wants_a_loaded_drafter(wrong):
+    with pytest.raises(TypeError, match="loaded DSpark drafter"):
+        dspark_hf.attach(make_target(), wrong)
 
 
 def test_other_assistants_run_the_hosts_own_loop(monkeypatch):

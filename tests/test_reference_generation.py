@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
+from dspark_hf.host import cache_argument
 from dspark_hf.reference_pair import reference_target_path
 
 
@@ -112,14 +113,19 @@ def test_a_padded_batch_equals_plain_generation(target, tokenizer, trained, thre
 
 def test_stop_strings_and_streamed_text(target, tokenizer, trained):
     inputs = encode(tokenizer, PROMPTS[2:])
-    settings = {"max_new_tokens": 32, "do_sample": False, "stop_strings": ["four", "five"], "tokenizer": tokenizer}
+    settings = {
+        "max_new_tokens": 32,
+        "do_sample": False,
+        "stop_strings": ["the sentence", "never said"],
+        "tokenizer": tokenizer,
+    }
     texts = []
     for more in ({}, {"assistant_model": trained}):
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
         output = target.generate(**inputs, **settings, streamer=streamer, **more)
         texts.append(("".join(streamer), tokenizer.decode(output[0])))
     assert texts[0] == texts[1]
-    assert texts[0][1].endswith(("four", "five"))
+    assert texts[0][1].endswith("the sentence")
 
 
 def test_a_chat_goes_on_with_its_cache(target, tokenizer, trained):
@@ -130,11 +136,11 @@ def test_a_chat_goes_on_with_its_cache(target, tokenizer, trained):
             inputs = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-            kwargs = {} if cache is None else {"past_key_values": cache}
+            kwargs = {} if cache is None else {cache_argument(): cache}
             output = target.generate(
                 **inputs, **kwargs, **more, max_new_tokens=16, do_sample=False, return_dict_in_generate=True
             )
-            cache = output.past_key_values
+            cache = output[cache_argument()]
             reply = tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": question}]
         return output.sequences, cache.get_seq_length()

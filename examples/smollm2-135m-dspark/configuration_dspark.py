@@ -105,70 +105,70 @@ class DSparkConfig(PreTrainedConfig):
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-        self._check_values()
+        self._check_task()
+        self._check_shape()
         super().__post_init__(**kwargs)
 
-    def _check_values(self) -> None:
-        """Raise `ValueError` for values that no drafter can have."""
-
-        def check(holds: bool, message: str) -> None:
-            if not holds:
-                raise ValueError(f"DSparkConfig: {message}")
-
-        check(
+    def _check_task(self) -> None:
+        """Raise `ValueError` for a block, taps or heads that no drafter can have."""
+        _check(
             1 <= self.block_size <= self.max_position_embeddings,
             f"`block_size` must lie in [1, max_position_embeddings = {self.max_position_embeddings}], "
             f"got {self.block_size}.",
         )
-        out_of_range = [i for i in self.target_layer_ids if not -1 <= i < self.num_target_layers]
-        check(
+        layers = range(-1, self.num_target_layers)
+        out_of_range = [i for i in self.target_layer_ids if not isinstance(i, int) or i not in layers]
+        _check(
             not out_of_range and len(self.target_layer_ids) > 0,
             f"`target_layer_ids` must name layers in [-1, {self.num_target_layers - 1}] of a target with "
             f"{self.num_target_layers} layers (-1 is the embedding output), got {self.target_layer_ids}.",
         )
-        check(
+        _check(
             self.first_prediction_slot in (0, 1),
             f"`first_prediction_slot` must be 0 or 1, got {self.first_prediction_slot}.",
         )
-        check(
+        _check(
             self.markov_head_type in MARKOV_HEAD_TYPES,
             f"`markov_head_type` must be one of {MARKOV_HEAD_TYPES}, got {self.markov_head_type!r}.",
         )
-        check(self.markov_rank >= 0, f"`markov_rank` must be 0 (no sequential head) or more, got {self.markov_rank}.")
-        check(
+        _check(self.markov_rank >= 0, f"`markov_rank` must be 0 (no sequential head) or more, got {self.markov_rank}.")
+        _check(
             not (self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0),
             "a confidence head with the Markov feature needs `markov_rank` > 0; set "
             "`confidence_head_with_markov=False` or `enable_confidence_head=False`.",
         )
-        check(
+
+    def _check_shape(self) -> None:
+        """Raise `ValueError` for a vocabulary or layers that no drafter can have."""
+        _check(
             self.num_attention_heads % self.num_key_value_heads == 0,
             f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
             f"({self.num_key_value_heads}).",
         )
-        check(
+        _check(
             1 <= self.draft_vocab_size <= self.vocab_size,
             f"`draft_vocab_size` must lie in [1, vocab_size = {self.vocab_size}], got {self.draft_vocab_size}.",
         )
-        check(
+        _check(
             0 <= self.mask_token_id < self.vocab_size,
             f"`mask_token_id` must lie in [0, vocab_size = {self.vocab_size}), got {self.mask_token_id}.",
         )
-        check(
+        _check(
             len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
             f"`layer_types` must give one of {LAYER_TYPES} for each of the {self.num_hidden_layers} draft layers, "
             f"got {self.layer_types}.",
         )
-        check(
+        _check(
             "sliding_attention" not in self.layer_types or (self.sliding_window or 0) > 0,
             f"sliding layers need a positive `sliding_window`, got {self.sliding_window}.",
         )
         temperatures = self.confidence_temperatures
-        check(
+        _check(
             temperatures is None or (len(temperatures) == self.block_size and min(temperatures) > 0),
             f"`confidence_temperatures` must give {self.block_size} positive numbers, one per position, "
             f"got {temperatures}.",
         )
-        check(
+        _check(
             self.hidden_size == self.target_hidden_size or (self.has_embedding and self.has_lm_head),
             f"a drafter of width {self.hidden_size} cannot borrow the embedding or head of a target of width "
             f"{self.target_hidden_size}; set `has_embedding=True` and `has_lm_head=True`, or equal widths.",
@@ -203,28 +203,37 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(
                 f"DSpark drafts for decoder-only targets; {target_config.model_type!r} is an encoder-decoder."
             )
-        heads = text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        heads = overrides.get("num_attention_heads") or _field(text, "num_attention_heads")
+        if heads is None:
+            raise ValueError(
+                f"{text.model_type!r} gives no single `num_attention_heads`: pass num_attention_heads, num_key_value_heads "
+                "and head_dim for the drafter."
+            )
         fields = {
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,
-            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            "intermediate_size": _field(text, "intermediate_size") or 4 * text.hidden_size,
             "num_hidden_layers": num_hidden_layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-            "head_dim": head_dim,
+            "num_key_value_heads": _field(text, "num_key_value_heads") or heads,
+            "head_dim": _field(text, "head_dim") or text.hidden_size // heads,
             "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(text)},
-            "max_position_embeddings": text.max_position_embeddings,
+            "max_position_embeddings": _positive(_field(text, "max_position_embeddings")) or 32768,
             "target_hidden_size": text.hidden_size,
             "num_target_layers": text.num_hidden_layers,
             "target_layer_ids": spread_layer_ids(text.num_hidden_layers, num_hidden_layers),
             "mask_token_id": text.vocab_size - 1,
             "target_model_type": text.model_type,
-            "pad_token_id": text.pad_token_id,
-            "bos_token_id": text.bos_token_id,
-            "eos_token_id": text.eos_token_id,
+            "pad_token_id": _field(text, "pad_token_id"),
+            "bos_token_id": _field(text, "bos_token_id"),
+            "eos_token_id": _field(text, "eos_token_id"),
         }
         return cls(**(fields | overrides))
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(f"DSparkConfig: {message}")
 
 
 def spread_layer_ids(num_target_layers: int, count: int) -> list[int]:
@@ -235,6 +244,19 @@ def spread_layer_ids(num_target_layers: int, count: int) -> list[int]:
     if count == 1:
         return [(first + last) // 2]
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+
+
+def _field(config: PreTrainedConfig, name: str) -> Any:
+    """A field, or `None` when there is none or one for each layer."""
+    try:
+        value = getattr(config, name)
+    except AttributeError:
+        return None
+    return None if isinstance(value, list | tuple) and name != "eos_token_id" else value
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _rope_theta(text_config: PreTrainedConfig) -> float:

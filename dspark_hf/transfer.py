@@ -1,0 +1,10 @@
+"""Numbers on their way from the host to a device."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def upload(values: Sequence[int] | Sequence[bool] | Sequence[float], device: torch.device) -> torch.Tensor:
+    """Bring host numbers to a device without waiting for what is queued there."""
+    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
