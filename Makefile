@@ -1,5 +1,5 @@
-# make check   what CI runs on every change: ruff, mypy, the default tests
-# make help    the other targets
+# make check   ruff, mypy, the default tests; CI runs test-slow and test-oldest too
+# make help    all targets
 # The first target that needs an environment creates it; PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?= python3
@@ -16,8 +16,8 @@ export HF_HUB_OFFLINE := 1
 # More for pytest, as in `make test PYTEST_ARGS="-n 2 --dist worksteal"` on an idle machine.
 PYTEST_ARGS ?=
 
-# One line for `make test`, `make check` and `make test-oldest`, so that they run the same tests. On the tiny models of these
-# tests torch's threads only wait for each other: with one thread they took a fifth of the time on a busy machine.
+# One line for `make test`, `make check` and `make test-oldest`, so that they run the same tests. One
+# thread: on tiny models torch's threads only wait for each other.
 DEFAULT_TESTS := -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
 test test-oldest: export OMP_NUM_THREADS := 1
 

@@ -1,7 +1,7 @@
 """Key-value caches with a slot for each column: the target's and the drafter's.
 
 The token in column i of the batch lives in slot i. Every forward says which slots it writes; what a round rejected is
-overwritten before any mask lets it be seen, so nothing is copied, cropped or compacted. Rows advance at their own pace.
+overwritten before any mask lets it be seen, so a round copies, crops and compacts nothing. Rows advance at their own pace.
 The last slot of the buffer is a bin for keys that no row may see.
 """
 

@@ -40,7 +40,8 @@ class Committer(Protocol):
 
 @dataclass
 class BlockCommitter:
-    """Ragged and vectorised: stateless processors; end-of-text tokens, length and stop strings."""
+    """All positions of all rows in one vectorised pass; with stateless processors, and no stopping criteria but length, end
+    of text and stop strings."""
 
     sequences: Sequences
     processors: Processors
@@ -50,7 +51,7 @@ class BlockCommitter:
     def __call__(self, draft: DSparkDraft, lengths: list[int], verification: Verification) -> list[RoundRecord]:
         sequences, positions = self.sequences, draft.tokens.shape[1]
         device = draft.tokens.device
-        sequences.write_ahead(draft.tokens)
+        sequences.write_ahead(draft.tokens)  # processors read the draft tokens as history
         probs = self.sampler.distribution(self._process(verification.logits))
         accepted = accept(draft.tokens, draft.probs, probs, upload(lengths, device), self.sampler)
         tokens = torch.cat([draft.tokens, draft.tokens.new_zeros(len(sequences), 1)], dim=1)
@@ -61,11 +62,11 @@ class BlockCommitter:
         counts = torch.where(stopped, ends.int().argmax(dim=1), accepted.num_accepted) + 1
         used = probs[torch.arange(len(sequences), device=device), accepted.num_accepted]  # (R, V)
         invalid = ~used.sum(dim=-1).isfinite()
-        # The host sync of a round.
-        host = torch.stack([counts, stopped.long(), accepted.num_accepted, invalid.long()]).tolist()
-        _check_probabilities(any(bad and not done for bad, done in zip(host[3], sequences.finished, strict=True)))
-        sequences.write_ahead(tokens)
-        return self._commit(lengths, *host[:3])
+        # Here a round waits for the device.
+        known = torch.stack([counts, stopped.long(), accepted.num_accepted, invalid.long()]).tolist()
+        _check_probabilities(any(bad and not done for bad, done in zip(known[3], sequences.finished, strict=True)))
+        sequences.write_ahead(tokens)  # now with the bonus token in place
+        return self._commit(lengths, *known[:3])
 
     def _process(self, logits: torch.Tensor) -> torch.Tensor:
         if len(self.processors) == 0:
@@ -89,7 +90,7 @@ class BlockCommitter:
             records.append(
                 RoundRecord(
                     row=row,
-                    verified=min(lengths[row], counts[row]) if cut else lengths[row],
+                    verified=counts[row] if cut else lengths[row],
                     accepted=min(num_accepted[row], counts[row]),
                     committed=counts[row],
                 )
@@ -138,12 +139,15 @@ class StepCommitter:
         ]
 
     def _step(self, k: int, draft: DSparkDraft, lengths: list[int], verification: Verification) -> list[bool]:
-        """Commit one token of every row; tell which rows took draft token k + 1, so that the target has seen it."""
+        """Commit one token of every row; k counts from 0.
+
+        Return for each row whether it took draft token k + 1: only then do the logits after it speak of the row's text.
+        """
         sequences, sampler = self.sequences, self.sampler
         length = sequences.lengths[0]
-        logits = verification.logits[:, k].clone()
+        logits = verification.logits[:, k].clone()  # processors may write in place
         scores = self.processors.processors(sequences.tokens[:, :length].contiguous(), logits)
-        index = None if length == sequences.prompt_length else k
+        index = None if length == sequences.prompt_length else k  # prefill: keep all of the prompt's columns
         used = self.prompt_columns + length - sequences.prompt_length
         self.outputs.add(scores, logits, verification.outputs, index, used)
         probs = sampler.distribution(scores)
@@ -151,14 +155,14 @@ class StepCommitter:
         offered = draft.tokens[:, k : k + 1]
         beyond = probs.new_zeros(
             len(sequences), offered.shape[1], probs.shape[-1]
-        )  # p after the offered token: not needed
+        )  # stands for p after it, not known yet
         has_draft = upload([own > k for own in lengths], probs.device).long()
         result = accept(
             offered, draft.probs[:, k : k + 1], torch.cat([probs[:, None], beyond], dim=1), has_draft, sampler
         )
         passed = result.num_accepted.bool()
         token = torch.where(passed, offered.squeeze(1), result.bonus_token) if offered.shape[1] else result.bonus_token
-        goes_on = passed.tolist()  # host syncs for each token: the user's own code decides what comes next
+        goes_on = passed.tolist()  # waits for the device at each token: the user's code decides what comes next
         if sequences.stop.pads_finished_rows:
             done = upload(sequences.finished, token.device)
             token = token.masked_fill(done, sequences.pad_token_id)

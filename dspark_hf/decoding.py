@@ -7,6 +7,7 @@ text is the target's: only the number of rounds depends on the drafter.
 """
 
 import logging
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +41,10 @@ from dspark_hf.verification import (
 
 logger = logging.getLogger(__name__)
 
+# Rounds to see before judging a drafter, and the share of accepted first tokens below which it cannot belong to its target.
 ROUNDS_BEFORE_JUDGING = 48
 HOPELESS_ACCEPTANCE = 0.05
+_first_rounds: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, list[bool]]] = weakref.WeakKeyDictionary()
 
 
 class Decoding:
@@ -79,13 +82,12 @@ class Decoding:
         self.target, self.drafter = target, drafter
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
         self.synced_gpus, self.streamer = synced_gpus, streamer
-        self.host_cache: Any
         self.position_limit = learned_positions(target)
         check_prompt(input_ids, model_kwargs.get("attention_mask"), drafter)
         check_positions(model_kwargs["position_ids"], self.position_limit)
         check_processors(logits_processor)
-        self.host_cache = model_kwargs.get(cache_argument())
-        check_host_cache(self.host_cache)
+        check_host_cache(model_kwargs.get(cache_argument()))
+        self.host_cache: Any = model_kwargs[cache_argument()]
         self.options = read_options(drafter, generation_config)
         share_with_target(drafter, target)
         temperatures = drafter.config.confidence_temperatures
@@ -106,7 +108,14 @@ class Decoding:
 
     @torch.no_grad()
     def run(self) -> DSparkGenerateOutput | torch.Tensor:
-        """Generate; return what the host's `generate` returns."""
+        """Generate.
+
+        Returns:
+            `torch.LongTensor` of shape `(R, L)`, or [`DSparkGenerateOutput`] with `return_dict_in_generate=True`.
+
+        Raises:
+            RuntimeError: If processed scores give no distribution, or the target bypasses the hooks on its layers.
+        """
         self.timer = PhaseTimer(self.sequences.tokens.device)
         layer_ids = self.drafter.config.target_layer_ids
         with TapRecorder(self.target, layer_ids, self.drafter.device, self.drafter.dtype) as self.taps:
@@ -121,8 +130,6 @@ class Decoding:
         if self.streamer is not None:
             self.streamer.end()
         return self._result()
-
-    # The steps of a round
 
     def _prefill(self) -> None:
         """Run the prompt as the host does, take over its cache and commit the first token of every row."""
@@ -208,7 +215,7 @@ class Decoding:
         if self.draft_may_end:
             possible = draft.probs.sum(dim=-1).isfinite().cumprod(dim=1).sum(dim=1)
             lengths = torch.minimum(lengths.to(possible.device), possible)
-        return lengths.tolist()  # host sync when a policy looked at the draft
+        return lengths.tolist()  # waits for the device when a policy looked at the draft
 
     def _verify(
         self, anchors: torch.Tensor, slots: torch.Tensor, draft: DSparkDraft, lengths: list[int]
@@ -231,8 +238,6 @@ class Decoding:
         columns = slots[:, None] + torch.arange(longest, device=slots.device)
         self.drafting.observe(Context(taps[:, :longest], columns, upload(counts, slots.device)))
 
-    # What the steps need
-
     @property
     def _rows(self) -> range:
         return range(len(self.sequences))
@@ -243,7 +248,7 @@ class Decoding:
     def _caps(self) -> list[int]:
         """Most draft tokens to verify in each row: within the text's limit and a learned table of positions."""
         caps = [min(self.options.max_draft_tokens, self.sequences.tokens_left(row) - 1) for row in self._rows]
-        if self.position_limit is not None:
+        if self.position_limit is not None:  # slots are not smaller than positions, unless the caller shifts these
             caps = [
                 min(cap, self.position_limit - 1 - slot) for cap, slot in zip(caps, self._anchor_slots(), strict=True)
             ]
@@ -274,7 +279,7 @@ class Decoding:
 
     def _judge_drafter(self, records: list[RoundRecord]) -> None:
         """Warn once, over all calls, when a drafter of the right shape accepts next to nothing."""
-        first: list[bool] = self.drafter.__dict__.setdefault("_first_rounds", [])
+        first = _first_rounds.setdefault(self.drafter, weakref.WeakKeyDictionary()).setdefault(self.target, [])
         if len(first) >= ROUNDS_BEFORE_JUDGING:
             return
         first += [record.accepted > 0 for record in records if record.verified > 0]
@@ -286,15 +291,13 @@ class Decoding:
                 len(first),
             )
 
-    # The end
-
     def _return_cache(self) -> None:
         """Bring the host's cache up to date, in its own layout, if anybody will see it again."""
         if not self._cache_is_kept():
             return
         longest = max(self.sequences.generated)
         behind = [longest - generated for generated in self.sequences.generated]
-        if any(behind) or self.synced_gpus:
+        if any(behind) or self.synced_gpus:  # ranks must run the same forwards
             self._run_padding([max(1, columns) for columns in behind])
         self.verifier.cache.write_host(self.host_cache, self.prompt_columns + longest - 1)
 

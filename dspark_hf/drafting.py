@@ -38,7 +38,7 @@ class Context:
     Args:
         taps (`torch.FloatTensor` of shape `(R, C, len(ids) * D_target)`): Consecutive columns of each row.
         slots (`torch.LongTensor` of shape `(R, C)`): Their slots.
-        counts (`torch.LongTensor` of shape `(R,)`): How many of them were committed; the rest is dropped.
+        counts (`torch.LongTensor` of shape `(R,)`): How many of them were committed; the rest goes to the bin.
     """
 
     taps: torch.Tensor
@@ -83,12 +83,15 @@ class Drafting:
             anchor (`torch.LongTensor` of shape `(R,)`): The anchors.
             slots (`torch.LongTensor` of shape `(R,)`): Their slots.
             used (`int`): A number of slots that covers every row's block.
-            num_tokens (`int`): Tokens to draw.
+            num_tokens (`int`): Tokens to draw, at least 1.
             choose (`Choose`): Draws them.
+
+        Returns:
+            [`DSparkDraft`] of `num_tokens` tokens for each row.
         """
         config = self.drafter.config
         block_slots = slots[:, None] + torch.arange(config.num_block_inputs, device=slots.device)
-        self.cache.reserve(used)
+        self.cache.reserve(used)  # first, since growing moves the bin
         taps, context_slots, positions = self._read_context()
         self.cache.prepare(torch.cat([context_slots, block_slots], dim=1), used)
         keys = torch.arange(used, device=slots.device)[None]
@@ -127,8 +130,9 @@ class Drafting:
 def share_with_target(drafter: DSparkDraftModel, target: TargetModel) -> None:
     """Let the drafter's embedding and head use the target's memory where they are equal, instead of a second copy.
 
-    They are the target's, frozen (section 3.1), so they stop requiring gradients. A drafter in training is left alone. The
-    comparison reads both, so each pair is compared once.
+    This changes the drafter: its two weights move to the target's memory and stop requiring gradients (they are the
+    target's, frozen, by section 3.1). A drafter in training is left alone. The comparison reads both, so each pair is
+    compared once.
     """
     compared = _compared_with.get(drafter)
     if drafter.training or (compared is not None and compared() is target):
@@ -155,6 +159,7 @@ _compared_with: weakref.WeakKeyDictionary[DSparkDraftModel, weakref.ref] = weakr
 
 
 def _borrow_head(drafter: DSparkDraftModel, target: TargetModel) -> nn.Module:
+    """The target's head, or its rows for a reduced vocabulary; `NotImplementedError` when those cannot be taken."""
     head = target.get_output_embeddings()
     kept = drafter.kept_token_ids
     if kept is None:

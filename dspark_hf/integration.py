@@ -6,7 +6,7 @@
 * `_validate_generation_mode`, which refuses too much for such an assistant, is replaced by this package's checks;
 * `transformers.DSparkDraftModel` lets pipelines find the class when the assistant is given as a string.
 
-[`disable`] undoes all three.
+[`disable`] undoes all three. The drafter is also registered with the Auto classes, which stays.
 """
 
 import functools
@@ -62,7 +62,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Put transformers back as it was."""
+    """Undo [`enable`]. The registrations with the Auto classes stay: they only name a model type."""
     for name, original in _originals.items():
         setattr(GenerationMixin, name, original)
     if _originals:
@@ -79,9 +79,10 @@ def attach(target: TargetModel, drafter: DSparkDraftModel) -> None:
         drafter ([`DSparkDraftModel`]): The drafter. A call may still pass another `assistant_model`.
 
     Raises:
-        RuntimeError: If the package is disabled, here or when generating later.
+        RuntimeError: If the package is disabled; a later `generate` raises it too.
         TypeError: If `drafter` is no loaded DSpark drafter.
-        ValueError: If the drafter was made for another target.
+        ValueError: If the drafter was made for another target, or is on another device.
+        NotImplementedError: If the target cannot be verified, see `verification.check_verifiable`.
     """
     if not _originals:
         raise RuntimeError("dspark_hf is disabled; call dspark_hf.enable() before attach().")

@@ -62,7 +62,7 @@ def check_mode(generation_config: GenerationConfig, mode_kwargs: dict[str, Any])
 
     Raises:
         NotImplementedError: Naming the option and the alternative.
-        ValueError: For options that contradict the drafter.
+        ValueError: If `assistant_tokenizer` is given.
     """
 
     def refuse(name: str, value: object, instead: str) -> None:

@@ -76,8 +76,6 @@ class Processors:
         Returns:
             `torch.FloatTensor` of shape `(N, V)`
         """
-        if not self.processors:
-            return scores
         if not self.read_history:
             return self.processors(tokens[:, :0], scores)
         processed = torch.empty_like(scores)
@@ -105,8 +103,8 @@ def check_processors(processors: LogitsProcessorList) -> None:
     for processor in processors:
         if type(processor).__name__ in RUN_THE_MODEL:
             raise NotImplementedError(
-                "guidance_scale runs the model inside a logits processor, which DSpark does not support. Leave out "
-                "guidance_scale, or call generate() without `assistant_model`."
+                f"{type(processor).__name__} (guidance_scale) runs the model itself, which DSpark does not support. Leave it "
+                "out, or call generate() without `assistant_model`."
             )
 
 

@@ -57,12 +57,16 @@ def make_policy(schedule: str, threshold: float | None, has_confidence: bool) ->
         has_confidence (`bool`): Whether the drafter has a confidence head.
 
     Raises:
-        ValueError: If the schedule is unknown, or the threshold is out of range, without a confidence head or given to
+        ValueError: If the schedule is unknown, or the threshold is missing, out of range, without a confidence head or given to
             another schedule.
     """
     if schedule not in ("constant", "threshold"):
         raise ValueError(
             f"Unknown num_assistant_tokens_schedule {schedule!r}; a DSpark drafter knows 'constant' and 'threshold'."
+        )
+    if schedule == "threshold" and threshold is None:
+        raise ValueError(
+            "num_assistant_tokens_schedule='threshold' needs assistant_confidence_threshold in [0, 1], got None."
         )
     if threshold is None:
         return ConstantPolicy()

@@ -1,4 +1,4 @@
-"""Numbers on their way from the host to a device."""
+"""Numbers on their way from Python to a device."""
 
 from collections.abc import Sequence
 
@@ -6,5 +6,5 @@ import torch
 
 
 def upload(values: Sequence[int] | Sequence[bool] | Sequence[float], device: torch.device) -> torch.Tensor:
-    """Bring host numbers to a device without waiting for what is queued there."""
+    """Bring Python numbers to a device without waiting for what is queued there."""
     return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -28,7 +28,7 @@ class Verification:
     r"""
     Args:
         logits (`torch.FloatTensor` of shape `(R, W, V)`): float32, the target's raw logits after each input token.
-        outputs (`ModelOutput`): What the target returned.
+        outputs (`ModelOutput`): What the target returned; in prefill W is 1, and these cover the whole prompt.
     """
 
     logits: torch.Tensor
@@ -64,6 +64,9 @@ class Verifier:
             used (`int`): Slots that attention reads; larger than every entry of `slots`.
             widths (`torch.LongTensor` of shape `(R,)`): Input tokens of each row that matter. The others' outputs are
                 meaningless, and their positions stay within the row's text.
+
+        Returns:
+            [`Verification`] with W logits for each row.
         """
         self.cache.prepare(slots, used)
         columns = torch.arange(tokens.shape[1], device=tokens.device)
@@ -75,7 +78,7 @@ class Verifier:
             position_ids=position_ids,
             is_first_iteration=False,
             **{cache_argument(): self.cache},
-            **self._token_types(tokens.shape),
+            **self._other_arguments(tokens.shape),
         )
         outputs = self.target(**inputs, return_dict=True)
         return Verification(outputs.logits.float().to(tokens.device), outputs)
@@ -97,8 +100,8 @@ class Verifier:
             return {layer_type: additive(window) for layer_type, window in windows.items()}
         return additive(windows)
 
-    def _token_types(self, shape: torch.Size) -> dict[str, Any]:
-        """The other arguments, with token types continued as the host continues them."""
+    def _other_arguments(self, shape: torch.Size) -> dict[str, Any]:
+        """The host's other arguments of a forward, token types continued as the host continues them."""
         kwargs = dict(self.model_kwargs)
         if kwargs.get("token_type_ids") is not None:
             kwargs["token_type_ids"] = kwargs["token_type_ids"][:, -1:].expand(shape)
@@ -145,6 +148,10 @@ def learned_positions(target: TargetModel) -> int | None:
 def check_positions(position_ids: torch.Tensor, limit: int | None) -> None:
     r"""
     Check that the prompt fits into a table of learned positions.
+
+    Args:
+        position_ids (`torch.LongTensor` of shape `(R, P)`): The prompt's.
+        limit (`int`, *optional*): Size of the table, if there is one.
 
     Raises:
         ValueError: If it does not.
@@ -205,8 +212,9 @@ def check_verifiable(target: TargetModel) -> None:
     Check, before any forward, that a target can be verified in slots.
 
     Raises:
-        NotImplementedError: If it keeps recurrent states, shares keys and values between layers, takes no positions, or
-            its attention takes no additive mask; the message names the alternative.
+        NotImplementedError: If it is an encoder-decoder, keeps recurrent states, shares keys and values between layers, takes
+            no positions or no cache, was compiled, or its attention takes no additive mask by positions; the message names
+            the alternative.
     """
     name = type(target).__name__
     instead = "Call generate() without `assistant_model` for this target."

@@ -1,5 +1,7 @@
 """The reference pair: SmolLM2-135M-Instruct, alone and with a DSpark drafter. Same tokens, fewer target forwards.
 
+The drafter was trained briefly: it shows the mechanism, and whether it is faster is printed. Runs in float32 on the CPU.
+
 python examples/01_generate.py
 python examples/01_generate.py --target Qwen/Qwen3-4B --drafter deepseek-ai/dspark_qwen3_4b_block7
 """

@@ -2,9 +2,11 @@
 
     python examples/train_drafter.py --data samples.jsonl.gz --output my-drafter --minutes 20
 
-Each line of the data holds `prompt_ids` and `response_ids`, text that the target wrote itself. The target runs once over
+Each line of the data holds `prompt_ids` and `response_ids`, text that the target wrote itself (generate
+answers with it and store the ids). The target runs once over
 the samples, its features stay in memory (7 KB a token for the reference target), and the drafter trains on them. The loop
-is kept short to be read: it saves its weights every few minutes but cannot resume its optimiser.
+is kept short to be read: it saves its weights every few minutes but cannot resume its optimiser. It runs on the CPU, wants
+more than 48 samples (which it holds out), and `--taps` and `--mask-token-id` default to values for the reference target.
 """
 
 import argparse

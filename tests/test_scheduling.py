@@ -71,9 +71,13 @@ def test_later_confidences_never_change_whether_a_token_is_verified():
 # make_policy
 
 
-@pytest.mark.parametrize("schedule", ["constant", "threshold"])
-def test_without_a_threshold_every_schedule_is_constant(schedule):
-    assert make_policy(schedule, None, has_confidence=False) == ConstantPolicy()
+def test_the_constant_schedule_needs_no_threshold():
+    assert make_policy("constant", None, has_confidence=False) == ConstantPolicy()
+
+
+def test_the_threshold_schedule_does_not_fall_back_silently():
+    with pytest.raises(ValueError, match="needs assistant_confidence_threshold"):
+        make_policy("threshold", None, has_confidence=True)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
