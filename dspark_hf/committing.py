@@ -153,9 +153,8 @@ class StepCommitter:
         probs = sampler.distribution(scores)
         _check_probabilities(not bool(probs.sum().isfinite()))
         offered = draft.tokens[:, k : k + 1]
-        beyond = probs.new_zeros(
-            len(sequences), offered.shape[1], probs.shape[-1]
-        )  # stands for p after it, not known yet
+        # What follows the offered token is not known yet, nor needed to judge it.
+        beyond = probs.new_zeros(len(sequences), offered.shape[1], probs.shape[-1])
         has_draft = upload([own > k for own in lengths], probs.device).long()
         result = accept(
             offered, draft.probs[:, k : k + 1], torch.cat([probs[:, None], beyond], dim=1), has_draft, sampler
