@@ -6,7 +6,6 @@ Text is streamed to standard output; the run's statistics end it in one line on 
 """
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
-
-
-logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

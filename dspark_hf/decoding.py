@@ -84,7 +84,8 @@ class Decoding:
         self.synced_gpus, self.streamer = synced_gpus, streamer
         self.position_limit = learned_positions(target)
         check_prompt(input_ids, model_kwargs.get("attention_mask"), drafter)
-        check_positions(model_kwargs["position_ids"], self.position_limit)
+        prompt_positions = int(model_kwargs["position_ids"].max()) + 1
+        check_positions(prompt_positions, self.position_limit)
         check_processors(logits_processor)
         check_host_cache(model_kwargs.get(cache_argument()))
         self.host_cache: Any = model_kwargs[cache_argument()]
@@ -99,7 +100,6 @@ class Decoding:
         self.draft_may_end = drafter.kept_token_ids is not None and len(self.draft_processors) > 0
         stop = StopRules(stopping_criteria, input_ids.device)
         self.sequences = Sequences(input_ids, stop, generation_config._pad_token_tensor)
-        prompt_positions = int(model_kwargs["position_ids"].max()) + 1
         check_rotary_length(target, prompt_positions + self.sequences.tokens_left(0))
         self.outputs = OutputRecorder(generation_config)
         if self.outputs.attentions is not None:

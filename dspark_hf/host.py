@@ -1,5 +1,6 @@
 """What differs between releases of transformers, in one place."""
 
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ else:
     TargetModel = PreTrainedModel
 
 
+@functools.cache  # asked in every round
 def cache_argument() -> str:
     """Name of the cache argument: `cache`, or `past_key_values` before transformers 5.24."""
     known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters

@@ -145,21 +145,20 @@ def learned_positions(target: TargetModel) -> int | None:
     return target.config.get_text_config(decoder=True).max_position_embeddings
 
 
-def check_positions(position_ids: torch.Tensor, limit: int | None) -> None:
+def check_positions(length: int, limit: int | None) -> None:
     r"""
     Check that the prompt fits into a table of learned positions.
 
     Args:
-        position_ids (`torch.LongTensor` of shape `(R, P)`): The prompt's.
+        length (`int`): Positions that the prompt takes.
         limit (`int`, *optional*): Size of the table, if there is one.
 
     Raises:
         ValueError: If it does not.
     """
-    if limit is not None and int(position_ids.max()) >= limit:
+    if limit is not None and length > limit:
         raise ValueError(
-            f"The prompt has {int(position_ids.max()) + 1} tokens, the target's learned positions end at {limit}. "
-            "Shorten the prompt."
+            f"The prompt has {length} tokens, the target's learned positions end at {limit}. Shorten the prompt."
         )
 
 

@@ -1,5 +1,6 @@
 """Tiny random targets and drafters, built from configs; nothing is downloaded."""
 
+import functools
 import logging
 from pathlib import Path
 
@@ -58,6 +59,14 @@ def make_target(family: str = "llama", seed: int = 0, **overrides) -> PreTrained
                 parameter.normal_(std=0.15)
         target.get_output_embeddings().weight.normal_(std=0.6)
     target.generation_config.pad_token_id = PAD
+    return target
+
+
+@functools.cache
+def shared_target() -> PreTrainedModel:
+    """Return a shallow Llama without an end-of-text token of its own, for tests that change nothing about it."""
+    target = make_target("llama", num_hidden_layers=2)
+    target.generation_config.eos_token_id = None
     return target
 
 

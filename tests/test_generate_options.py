@@ -11,7 +11,17 @@ import logging
 import pytest
 import torch
 import transformers
-from conftest import EOS, PAD, VOCAB, left_padded, make_drafter, make_scripted, make_target, oracle_script
+from conftest import (
+    EOS,
+    PAD,
+    VOCAB,
+    left_padded,
+    make_drafter,
+    make_scripted,
+    make_target,
+    oracle_script,
+    shared_target,
+)
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import QuantizedLayer
 
@@ -24,14 +34,6 @@ from dspark_hf.outputs import DSparkGenerateOutput
 NEW_TOKENS = 10
 BATCHES = {"one row": (6,), "padded rows": (5, 9, 7)}
 batches = pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
-
-
-@functools.cache
-def shared_target():
-    """A target for tests that change nothing about it."""
-    target = make_target("llama", num_hidden_layers=2)
-    target.generation_config.eos_token_id = None
-    return target
 
 
 @pytest.fixture
@@ -552,7 +554,8 @@ LENGTH_DEPENDENT = {
 
 @pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
 def test_rotary_frequencies_that_depend_on_the_forward_are_refused_where_they_change(kind):
-    target = make_target("llama", max_position_embeddings=24, rope_parameters=LENGTH_DEPENDENT[kind])
+    longest = 24 if kind == "dynamic" else 96  # longrope changes at its original length, not at the longest
+    target = make_target("llama", max_position_embeddings=longest, rope_parameters=LENGTH_DEPENDENT[kind])
     inputs = left_padded([9])
     assert_refused(target, NotImplementedError, f"{kind} rotary embedding.*beyond 24", inputs=left_padded([22]))
     check_same(target, inputs, max_new_tokens=15)
@@ -664,6 +667,7 @@ def test_attach_makes_the_target_draft_on_its_own(target):
     one_token = scripted_by(target, plain.sequences)
     one_token.generation_config.num_assistant_tokens = 1
     assert target.generate(**inputs, **options, assistant_model=one_token).statistics.rounds == 5
+    assert not isinstance(target.generate(**inputs, **options, assistant_model=None), DSparkGenerateOutput)
     dspark_hf.disable()
     try:
         with pytest.raises(RuntimeError, match="detach"):

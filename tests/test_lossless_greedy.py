@@ -10,7 +10,18 @@ import math
 
 import pytest
 import torch
-from conftest import EOS, FAMILIES, PAD, VOCAB, left_padded, make_drafter, make_scripted, make_target, oracle_script
+from conftest import (
+    EOS,
+    FAMILIES,
+    PAD,
+    VOCAB,
+    left_padded,
+    make_drafter,
+    make_scripted,
+    make_target,
+    oracle_script,
+    shared_target,
+)
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, StoppingCriteria
 
@@ -21,14 +32,6 @@ BLOCK = 4
 LENGTHS = {"one row": (6,), "padded rows": (5, 9, 7)}
 NEW_TOKENS = 11
 CONSTANT = 17
-
-
-@functools.cache
-def llama():
-    """Return a shallow Llama without an end-of-text token of its own: tests name the token that ends a text."""
-    target = make_target("llama", num_hidden_layers=2)
-    target.generation_config.eos_token_id = None
-    return target
 
 
 @functools.cache
@@ -160,7 +163,7 @@ POLICIES = {
 @drafters_and_batches(LENGTHS)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_no_policy_changes_the_output(name, policy, lengths):
-    check_equal(llama(), name, lengths, {"max_new_tokens": NEW_TOKENS, "eos_token_id": EOS}, (EOS,), **policy)
+    check_equal(shared_target(), name, lengths, {"max_new_tokens": NEW_TOKENS, "eos_token_id": EOS}, (EOS,), **policy)
 
 
 def test_thresholds_decide_how_much_is_verified():
@@ -168,7 +171,7 @@ def test_thresholds_decide_how_much_is_verified():
 
     def rounds(threshold: float) -> int:
         policy = {"num_assistant_tokens_schedule": "threshold", "assistant_confidence_threshold": threshold}
-        return check_equal(llama(), "perfect", (6,), options, **policy)[1].rounds
+        return check_equal(shared_target(), "perfect", (6,), options, **policy)[1].rounds
 
     assert rounds(0.0) == perfect_rounds([31])
     assert rounds(1.0) == 31 - 1
@@ -178,13 +181,13 @@ def test_thresholds_decide_how_much_is_verified():
 @all_drafters
 def test_block_size_does_not_change_the_output(name):
     inputs = left_padded([5, 9, 7])
-    plain = llama().generate(**inputs, max_new_tokens=NEW_TOKENS)
+    plain = shared_target().generate(**inputs, max_new_tokens=NEW_TOKENS)
     for block_size in (1, 7):
-        drafter = build_drafter(name, llama(), plain, (5, 9, 7))
-        sized = make_drafter(llama(), num_hidden_layers=1, block_size=block_size)
+        drafter = build_drafter(name, shared_target(), plain, (5, 9, 7))
+        sized = make_drafter(shared_target(), num_hidden_layers=1, block_size=block_size)
         sized.__class__ = type(drafter)
         sized.script = getattr(drafter, "script", None)
-        assert torch.equal(llama().generate(**inputs, max_new_tokens=NEW_TOKENS, assistant_model=sized), plain)
+        assert torch.equal(shared_target().generate(**inputs, max_new_tokens=NEW_TOKENS, assistant_model=sized), plain)
 
 
 # Logits processors
@@ -224,7 +227,7 @@ def as_tuple(ends) -> tuple[int, ...]:
 @pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS.keys())
 def test_no_drafter_changes_the_output_of_processors(name, options, lengths):
     ends = as_tuple(options.get("eos_token_id"))
-    check_equal(llama(), name, lengths, {"max_new_tokens": NEW_TOKENS} | options, ends)
+    check_equal(shared_target(), name, lengths, {"max_new_tokens": NEW_TOKENS} | options, ends)
 
 
 @pytest.mark.parametrize("setting", [name for name in PROCESSORS if name not in ("remove_invalid_values", "top_k=1")])
@@ -232,7 +235,9 @@ def test_the_processors_of_these_tests_change_the_text(setting):
     inputs = left_padded([5, 9, 7])
     options = {"max_new_tokens": NEW_TOKENS} | PROCESSORS[setting]
     without = {"max_new_tokens": NEW_TOKENS, "eos_token_id": options.get("eos_token_id")}
-    assert not torch.equal(llama().generate(**inputs, **options), llama().generate(**inputs, **without))
+    assert not torch.equal(
+        shared_target().generate(**inputs, **options), shared_target().generate(**inputs, **without)
+    )
 
 
 @all_drafters
@@ -240,21 +245,23 @@ def test_the_processors_of_these_tests_change_the_text(setting):
 def test_no_drafter_changes_a_forced_first_token(name, rows):
     """`forced_bos_token_id` acts on the second token of a text, so these prompts have one."""
     options = {"max_new_tokens": NEW_TOKENS, "forced_bos_token_id": 33}
-    plain, _ = check_equal(llama(), name, (1,) * rows, options)
+    plain, _ = check_equal(shared_target(), name, (1,) * rows, options)
     assert plain[:, 1].tolist() == [33] * rows
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
 def test_repetition_penalty_may_leave_the_prompt_out():
     """The penalty then keeps a number for each row, which must follow the row through a ragged batch."""
-    embeds = llama().get_input_embeddings()(left_padded([5, 9, 7])["input_ids"])
+    embeds = shared_target().get_input_embeddings()(left_padded([5, 9, 7])["input_ids"])
     inputs = {"inputs_embeds": embeds, "attention_mask": left_padded([5, 9, 7])["attention_mask"]}
     options = {"max_new_tokens": NEW_TOKENS, "repetition_penalty": 1.7, "eos_token_id": [41, 48]}
-    plain = llama().generate(**inputs, **options)
+    plain = shared_target().generate(**inputs, **options)
     drafter = scripted(
         lambda row, position: int(plain[row, min(max(position - (5, 9, 7)[row], 0), plain.shape[1] - 1)])
     )
-    run = llama().generate(**inputs, **options, assistant_model=drafter(llama()), return_dict_in_generate=True)
+    run = shared_target().generate(
+        **inputs, **options, assistant_model=drafter(shared_target()), return_dict_in_generate=True
+    )
     assert torch.equal(run.sequences, plain)
     assert run.statistics.rounds == perfect_rounds(committed_lengths(plain, 0, (41, 48)))
 
@@ -263,7 +270,7 @@ def test_a_drafter_whose_whole_vocabulary_is_suppressed_keeps_the_output():
     for sampling in ({}, {"do_sample": True, "top_k": 1}):
         options = {"max_new_tokens": NEW_TOKENS, "suppress_tokens": list(range(0, 48, 2)), **sampling}
         for lengths in LENGTHS.values():
-            check_equal(llama(), "reduced vocabulary", lengths, options)
+            check_equal(shared_target(), "reduced vocabulary", lengths, options)
 
 
 # Stop conditions
@@ -272,7 +279,7 @@ def test_a_drafter_whose_whole_vocabulary_is_suppressed_keeps_the_output():
 @drafters_and_batches(LENGTHS)
 def test_every_remainder_of_max_new_tokens(name, lengths):
     for new_tokens in (*range(1, BLOCK + 4), 2 * BLOCK + 3):
-        plain, _ = check_equal(llama(), name, lengths, {"max_new_tokens": new_tokens})
+        plain, _ = check_equal(shared_target(), name, lengths, {"max_new_tokens": new_tokens})
         assert plain.shape[1] == max(lengths) + new_tokens
 
 
@@ -287,7 +294,7 @@ ROWS = {"one row": (11,), "padded rows": (11, 5, 8)}
 @functools.cache
 def text_of_first_row() -> list[int]:
     """Return the first tokens that plain generation gives the first row of the prompts of `SEED`."""
-    text = llama().generate(**left_padded([11], SEED), max_new_tokens=len(SLOTS))[0, 11:].tolist()
+    text = shared_target().generate(**left_padded([11], SEED), max_new_tokens=len(SLOTS))[0, 11:].tolist()
     assert len(set(text)) == len(SLOTS)
     return text
 
@@ -297,7 +304,7 @@ def text_of_first_row() -> list[int]:
 def test_end_of_text_at_each_slot_of_a_block(name, slot, lengths):
     end = text_of_first_row()[slot]
     options = {"max_new_tokens": SHORT, "eos_token_id": end}
-    plain, _ = check_equal(llama(), name, lengths, options, (end,), SEED)
+    plain, _ = check_equal(shared_target(), name, lengths, options, (end,), SEED)
     assert committed_lengths(plain, 11, (end,))[0] == slot + 1
 
 
@@ -306,7 +313,7 @@ def test_lists_of_end_of_text_tokens(name, lengths):
     text = text_of_first_row()
     ends = (text[5], 63, text[3])
     options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": list(ends)}
-    plain, _ = check_equal(llama(), name, lengths, options, ends, SEED)
+    plain, _ = check_equal(shared_target(), name, lengths, options, ends, SEED)
     assert committed_lengths(plain, 11, ends)[0] == 4
 
 
@@ -332,9 +339,9 @@ def test_stop_strings_completed_at_each_slot_of_a_block(name, slot, lengths):
     options = {"stop_strings": [stop, "nowhere"], "eos_token_id": EOS, "max_new_tokens": SHORT}
     options["tokenizer"] = tokenizer()
     inputs = left_padded(list(lengths), SEED)
-    plain = plain_output(llama(), inputs, options)
-    drafter = build_drafter(name, llama(), plain, lengths)
-    run = llama().generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
+    plain = plain_output(shared_target(), inputs, options)
+    drafter = build_drafter(name, shared_target(), plain, lengths)
+    run = shared_target().generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
     assert torch.equal(run.sequences, plain)
     first_row = [record.committed for record in run.statistics.records if record.row == 0]
     assert sum(first_row) == slot
@@ -348,11 +355,11 @@ def test_stop_strings_without_an_end_of_text_token_end_the_batch_together(name):
     stop = tokenizer().convert_ids_to_tokens(text_of_first_row()[3])
     options = {"max_new_tokens": NEW_TOKENS, "stop_strings": [stop], "tokenizer": tokenizer()}
     inputs = left_padded(list(ROWS["padded rows"]), SEED)
-    plain = plain_output(llama(), inputs, options)
+    plain = plain_output(shared_target(), inputs, options)
     assert plain.shape[1] > 11 + 4
     assert int((plain[0, 11:] == PAD).sum()) == 0
-    drafter = build_drafter(name, llama(), plain, ROWS["padded rows"])
-    assert torch.equal(llama().generate(**inputs, **options, assistant_model=drafter), plain)
+    drafter = build_drafter(name, shared_target(), plain, ROWS["padded rows"])
+    assert torch.equal(shared_target().generate(**inputs, **options, assistant_model=drafter), plain)
 
 
 class StopAfterToken(StoppingCriteria):
@@ -375,9 +382,9 @@ def test_custom_criteria_at_each_slot_of_a_block(name, ends, lengths):
         token = text_of_first_row()[slot]
         options = {"stopping_criteria": [StopAfterToken(token)], "eos_token_id": ends, "max_new_tokens": SHORT}
         inputs = left_padded(list(lengths), SEED)
-        plain = plain_output(llama(), inputs, options)
-        drafter = build_drafter(name, llama(), plain, lengths)
-        output = llama().generate(**inputs, **options, assistant_model=drafter)
+        plain = plain_output(shared_target(), inputs, options)
+        drafter = build_drafter(name, shared_target(), plain, lengths)
+        output = shared_target().generate(**inputs, **options, assistant_model=drafter)
         assert torch.equal(output, plain)
         assert len(lengths) > 1 or plain.shape[1] == 11 + slot + 1
 
@@ -386,9 +393,9 @@ def test_custom_criteria_at_each_slot_of_a_block(name, ends, lengths):
 def test_several_returned_sequences(name):
     inputs = left_padded([5, 9])
     options = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": NEW_TOKENS}
-    plain = llama().generate(**inputs, **options, eos_token_id=48)
-    drafter = build_drafter(name, llama(), plain, (5, 5, 9, 9))
-    assert torch.equal(llama().generate(**inputs, **options, eos_token_id=48, assistant_model=drafter), plain)
+    plain = shared_target().generate(**inputs, **options, eos_token_id=48)
+    drafter = build_drafter(name, shared_target(), plain, (5, 5, 9, 9))
+    assert torch.equal(shared_target().generate(**inputs, **options, eos_token_id=48, assistant_model=drafter), plain)
     assert plain.shape[0] == 4
 
 
@@ -448,7 +455,7 @@ DRAFTER_SHAPES = {
 @all_batches
 def test_every_shape_of_drafter_keeps_the_output(shape, lengths):
     inputs = left_padded(list(lengths))
-    drafter = make_drafter(llama(), **shape)
-    plain = llama().generate(**inputs, max_new_tokens=NEW_TOKENS, eos_token_id=EOS)
-    output = llama().generate(**inputs, max_new_tokens=NEW_TOKENS, eos_token_id=EOS, assistant_model=drafter)
+    drafter = make_drafter(shared_target(), **shape)
+    plain = shared_target().generate(**inputs, max_new_tokens=NEW_TOKENS, eos_token_id=EOS)
+    output = shared_target().generate(**inputs, max_new_tokens=NEW_TOKENS, eos_token_id=EOS, assistant_model=drafter)
     assert torch.equal(output, plain)
