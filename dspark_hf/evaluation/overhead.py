@@ -9,24 +9,19 @@ machine disturbs them alike. Reported is the median ratio over the repeats, with
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-import dspark_hf
 from dspark_hf.decoding import Decoding
 from dspark_hf.drafting import Context, Drafting
+from dspark_hf.evaluation.record import environment, quartiles, timed, write_record
 from dspark_hf.host import cache_argument
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.reference_pair import reference_target_path
@@ -143,33 +138,7 @@ def _argmax(_index: int, logits: torch.Tensor, _drafted: torch.Tensor) -> tuple[
 
 
 def _seconds(function: Callable[[], Any]) -> float:
-    _synchronize()
-    start = time.perf_counter()
-    function()
-    _synchronize()
-    return time.perf_counter() - start
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def environment(target: Any) -> dict[str, Any]:
-    """What a record must say about where it was made."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "command": "python -m " + " ".join(["dspark_hf.evaluation.overhead", *sys.argv[1:]]),
-        "commit": commit.stdout.strip(),
-        "dspark_hf": dspark_hf.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "device": str(target.device),
-        "dtype": str(target.dtype),
-        "threads": torch.get_num_threads(),
-        "attention": target.config._attn_implementation,
-    }
+    return timed(function)[1]
 
 
 def main() -> None:
@@ -190,17 +159,20 @@ def main() -> None:
         [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     results = measure(target.to(args.device), drafter, inputs.to(args.device), args.new_tokens, args.repeats)
-    low, median, high = statistics.quantiles([entry["ratio"] for entry in results], n=4)
-    record = {"environment": environment(target), "new_tokens": args.new_tokens, "repeats": results}
-    record["ratio"] = {"quartile_1": low, "median": median, "quartile_3": high}
+    ratio = quartiles([entry["ratio"] for entry in results])
+    record = {
+        "environment": environment("dspark_hf.evaluation.overhead", target),
+        "new_tokens": args.new_tokens,
+        "repeats": results,
+        "ratio": ratio,
+    }
     for name in ("round_s", "target_s", "drafter_s"):
         milliseconds = 1000 * statistics.median(entry[name] for entry in results)
         sys.stdout.write(f"{name[:-2]:8} {milliseconds:8.2f} ms\n")
+    low, median, high = ratio.values()
     sys.stdout.write(f"ratio    {median:8.3f}    quartiles {low:.3f} to {high:.3f}, n = {len(results)}\n")
     if args.output:
-        partial = args.output.with_suffix(".partial")
-        partial.write_text(json.dumps(record, indent=1) + "\n")
-        partial.replace(args.output)
+        write_record(args.output, record)
 
 
 if __name__ == "__main__":
