@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TextStreamer, set_seed
 
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+from dspark_hf.training.command import add_train_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0, or 2 after an error in what was asked for."""
-    args = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    args = _parser(arguments).parse_args(arguments)
     try:
         args.run(args)
     except (ValueError, NotImplementedError, OSError) as error:
@@ -88,10 +90,11 @@ def _scheduling(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dspark-hf", description="DSpark speculative decoding for transformers.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("generate", help="stream a reply and end with its statistics")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=HfArgumentParser)
+    add_train_command(commands, arguments)
+    command = commands.add_parser("generate", dataclass_types=[], help="stream a reply and end with its statistics")
     command.set_defaults(run=generate)
     command.add_argument("--target", required=True, help="folder or Hub name of the target")
     command.add_argument("--drafter", required=True, help="folder or Hub name of the drafter")

@@ -5,6 +5,7 @@ in another order, 1e-6 relative; gradients are of order 0.01 to 1.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,21 +16,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.drafting import BorrowedHead
 from dspark_hf.taps import TapRecorder
 from dspark_hf.training.anchors import Anchors, block_hidden_states, pack_blocks, sample_anchors
+from dspark_hf.training.draft_metrics import DraftMetrics, draft_metrics
+from dspark_hf.training.features import TargetFeatures
 from dspark_hf.training.losses import (
-    DraftMetrics,
     LossConfig,
-    aligned_target_logits,
+    SoftLabels,
+    aligned_soft_labels,
     draft_losses,
-    draft_metrics,
     position_losses,
     position_weights,
     teacher_forced_draft,
     total_position_weight,
     total_variation,
 )
+from dspark_hf.training.target_head import TargetHead
 
 
 TOLERANCE = 1e-4
@@ -63,31 +65,52 @@ class Batch:
         self.target, self.drafter = target, make_drafter(target, **overrides)
         generator = torch.Generator().manual_seed(7)
         kept = torch.randperm(VOCAB, generator=generator)[: self.drafter.config.draft_vocab_size].sort().values
-        self.lm_head = target.lm_head
         if self.drafter.kept_token_ids is not None:
             self.drafter.d2t.copy_(kept - torch.arange(len(kept)))
-            self.lm_head = BorrowedHead(target.lm_head, kept)
+        self.head = TargetHead(target, self.drafter.kept_token_ids)
         self.input_ids = torch.randint(3, VOCAB, (2, 24), generator=generator)
         self.sequence_ids = torch.tensor([[1] * 24, [1] * 15 + [0] * 9])
         self.loss_mask = torch.tensor([[0] * 6 + [1] * 8 + [0] * 2 + [1] * 8, [0] * 4 + [1] * 20])
         layers = self.drafter.config.target_layer_ids
         with torch.no_grad(), TapRecorder(target, layers, target.device, torch.float32) as recorder:
-            self.last_hidden = target.model(self.input_ids, attention_mask=self.sequence_ids).last_hidden_state
-            self.taps = recorder.take()
+            last_hidden = target.model(self.input_ids, attention_mask=self.sequence_ids).last_hidden_state
+            self.logits = TargetHead(target)(last_hidden)
+            self.features = features_of(self.logits, last_hidden, recorder.take())
         self.anchors = sample_anchors(self.loss_mask, num_anchors, 4, self.sequence_ids, generator)
 
     def losses(self, anchors=None, **kwargs):
-        blocks, hidden, target_logits = self.forward(anchors)
-        return draft_losses(self.drafter, blocks, hidden, target_logits, self.lm_head, **kwargs)
+        blocks, hidden = self.forward(anchors)
+        return draft_losses(self.drafter, blocks, hidden, self.features, self.head, **kwargs)
 
     def forward(self, anchors=None):
         anchors = self.anchors if anchors is None else anchors
         blocks = pack_blocks(self.drafter.config, self.input_ids, self.loss_mask, anchors, self.sequence_ids)
-        hidden = block_hidden_states(self.drafter, blocks, self.taps, self.target.get_input_embeddings())
-        return blocks, hidden, aligned_target_logits(blocks, self.last_hidden, self.target.lm_head)
+        return blocks, block_hidden_states(
+            self.drafter, blocks, self.features.taps, self.target.get_input_embeddings()
+        )
+
+    def label_logits(self, blocks) -> torch.Tensor:
+        """The target's logits at the supervised positions, `(S, V)`."""
+        row, block, k = blocks.supervised.nonzero(as_tuple=True)
+        return self.logits[row, self.anchors.columns[row, block] + k]
 
     def gradients(self, loss) -> list[torch.Tensor]:
         return list(torch.autograd.grad(loss, list(self.drafter.parameters()), allow_unused=True))
+
+
+def features_of(logits, last_hidden, taps) -> TargetFeatures:
+    return TargetFeatures(taps, last_hidden, logits.logsumexp(dim=-1), logits.argmax(dim=-1))
+
+
+def soft_labels(logits, kept=None) -> SoftLabels:
+    probs = logits.softmax(dim=-1)
+    return SoftLabels(probs if kept is None else probs[..., kept], logits.argmax(dim=-1))
+
+
+def draft_ids_of(kept, vocab) -> torch.Tensor | None:
+    if kept is None:
+        return None
+    return torch.tensor([kept.index(token) if token in kept else -1 for token in range(vocab)])
 
 
 def close(actual, expected, **tolerance):
@@ -115,9 +138,12 @@ def test_every_term_equals_the_reference_implementation(golden):
     close(draft.logits.view_as(tensors["draft_logits"])[supervised], tensors["draft_logits"][supervised])
     expected = tensors["confidence_logits"]
     close(draft.confidence_logits.view_as(expected)[supervised], expected[supervised])
-    target_logits = aligned_target_logits(blocks, tensors["target_last_hidden_states"], target.lm_head)
-    close(target_logits, tensors["aligned_target_logits"][supervised])
-    losses = draft_losses(drafter, blocks, hidden, target_logits)
+    head, last_hidden = TargetHead(target), tensors["target_last_hidden_states"]
+    features = features_of(head(last_hidden), last_hidden, tensors["context_hidden_states"])
+    labels, expected = aligned_soft_labels(blocks, features, head), tensors["aligned_target_logits"][supervised]
+    close(labels.probs, expected.softmax(dim=-1))
+    assert torch.equal(labels.best_ids, expected.argmax(dim=-1))
+    losses = draft_losses(drafter, blocks, hidden, features, head)
     for term, name in GOLDEN_TERMS.items():
         close(getattr(losses, term), tensors[name])
 
@@ -134,25 +160,18 @@ def test_golden_anchors_are_candidates_and_hooks_give_the_golden_features(golden
     close(last_hidden, tensors["target_last_hidden_states"])
 
 
+@pytest.mark.parametrize("draft_vocab_size", [VOCAB, 40])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_soft_labels_are_the_targets_logits_at_supervised_positions(family):
+def test_soft_labels_are_what_the_target_says_at_supervised_positions(family, draft_vocab_size):
     target = make_target(family).requires_grad_(False)
-    cap = getattr(target.config, "final_logit_softcapping", None)
-    rows = []
-
-    def whole_head(hidden):
-        rows.append(len(hidden))
-        logits = target.lm_head(hidden)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    batch = Batch(target)
-    blocks, _, _ = batch.forward()
-    logits = aligned_target_logits(blocks, batch.last_hidden, whole_head)
-    expected = target(batch.input_ids, attention_mask=batch.sequence_ids).logits
-    row, block, k = blocks.supervised.nonzero(as_tuple=True)
-    close(logits, expected[row, batch.anchors.columns[row, block] + k])
-    assert (cap is not None) == (family == "gemma2")
-    assert rows == [int(blocks.supervised.sum())]
+    batch = Batch(target, draft_vocab_size=draft_vocab_size)
+    blocks, _ = batch.forward()
+    labels = aligned_soft_labels(blocks, batch.features, batch.head)
+    batch.logits = target(batch.input_ids, attention_mask=batch.sequence_ids).logits
+    expected = soft_labels(batch.label_logits(blocks), batch.drafter.kept_token_ids)
+    close(labels.probs, expected.probs, atol=1e-6, rtol=1e-5)
+    assert torch.equal(labels.best_ids, expected.best_ids)
+    assert (batch.head.softcap is not None) == (family == "gemma2")
 
 
 @pytest.mark.parametrize("case", HEADS)
@@ -165,7 +184,7 @@ def test_teacher_forced_logits_equal_the_reference_drafter(target, case):
     torch.manual_seed(8)
     hidden = torch.randn(12, drafter.config.num_block_inputs, 32)
     previous = blocks.previous_ids.flatten(0, 1)
-    draft = teacher_forced_draft(drafter, hidden, previous, batch.lm_head)
+    draft = teacher_forced_draft(drafter, hidden, previous, batch.head.module)
     assert draft.logits.dtype == torch.float32
     for block in range(0, 12, 3):
         text = previous[block].tolist()
@@ -196,9 +215,9 @@ def test_values_and_gradients_equal_float64_loops(kept, with_confidence):
     terms = position_losses(
         draft[supervised],
         confidence[supervised] if with_confidence else None,
-        target_logits[supervised],
+        soft_labels(target_logits[supervised], kept),
         gold[supervised],
-        None if kept is None else torch.tensor(kept),
+        draft_ids_of(kept, 24),
     )
     weights = position_weights(4, 3.0).expand_as(supervised)[supervised]
     assert not terms.acceptance_rate.requires_grad
@@ -225,15 +244,15 @@ def test_values_and_gradients_equal_float64_loops(kept, with_confidence):
 @pytest.mark.parametrize("case", HEADS)
 def test_the_loss_of_a_batch_equals_float64_loops(target, case):
     batch = Batch(target, num_anchors=24, **HEADS[case])
-    blocks, hidden, target_logits = batch.forward()
+    blocks, hidden = batch.forward()
     assert not blocks.block_keep_mask.all()
     config = LossConfig(cross_entropy=0.4, total_variation=0.5, confidence=0.6, loss_decay=2.5)
-    actual = draft_losses(batch.drafter, blocks, hidden, target_logits, batch.lm_head, config)
-    draft = teacher_forced_draft(batch.drafter, hidden, blocks.previous_ids.flatten(0, 1), batch.lm_head)
+    actual = draft_losses(batch.drafter, blocks, hidden, batch.features, batch.head, config)
+    draft = teacher_forced_draft(batch.drafter, hidden, blocks.previous_ids.flatten(0, 1), batch.head.module)
     supervised = blocks.supervised.flatten(0, 1)
     lengths = supervised.sum(dim=1).tolist()
     spread = torch.zeros(*supervised.shape, VOCAB)
-    spread[supervised] = target_logits
+    spread[supervised] = batch.label_logits(blocks)
     expected = reference_losses(
         draft.logits,
         draft.confidence_logits,
@@ -294,7 +313,8 @@ def test_a_batch_in_parts_adds_up_to_the_whole(target):
 
 def test_a_perfect_drafter_loses_nothing_but_the_entropy():
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
-    terms = position_losses(logits, None, logits, logits.argmax(dim=-1))
+    terms = position_losses(logits, None, soft_labels(logits), logits.argmax(dim=-1))
+    assert terms.matches.all()
     close(terms.total_variation, torch.zeros(6), atol=1e-6, rtol=0)
     close(terms.acceptance_rate, torch.ones(6), atol=1e-6, rtol=0)
     metrics = draft_metrics(torch.ones(2, 3, dtype=torch.bool), torch.ones(6), torch.ones(6, dtype=torch.bool))
@@ -302,13 +322,15 @@ def test_a_perfect_drafter_loses_nothing_but_the_entropy():
 
 
 def test_tokens_that_cannot_be_drafted_count_in_the_distance_and_not_in_the_cross_entropy():
-    kept, target_logits = torch.tensor([0, 3]), torch.tensor([[-90.0, 0.0, 0.0, -90.0], [0.0, -90.0, -90.0, 0.0]])
-    terms = position_losses(torch.zeros(2, 2), None, target_logits, torch.tensor([1, 3]), kept)
+    target_logits = torch.tensor([[-90.0, 0.1, 0.0, -90.0], [0.0, -90.0, -90.0, 0.0]])
+    labels, draft_ids = soft_labels(target_logits, [0, 3]), draft_ids_of([0, 3], 4)
+    terms = position_losses(torch.tensor([[0.0, 0.0], [0.0, 0.0]]), None, labels, torch.tensor([1, 3]), draft_ids)
+    assert terms.matches.tolist() == [False, True]
     close(terms.total_variation, torch.tensor([2.0, 0.0]), atol=1e-6, rtol=0)
     close(terms.acceptance_rate, torch.tensor([0.0, 1.0]), atol=1e-6, rtol=0)
     close(terms.cross_entropy, torch.tensor([0.0, math.log(2)]), atol=1e-6, rtol=0)
     p = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
-    close(total_variation(torch.tensor([[0.5, 0.5]]), p, kept), torch.tensor([0.4 + 0.2 + 0.3 + 0.1]))
+    close(total_variation(torch.tensor([[0.5, 0.5]]), p[:, [0, 3]]), torch.tensor([0.4 + 0.2 + 0.3 + 0.1]))
 
 
 def test_only_the_drafter_gets_gradients_and_every_part_of_it(target):
@@ -316,15 +338,20 @@ def test_only_the_drafter_gets_gradients_and_every_part_of_it(target):
     gradients = batch.gradients(batch.losses().total)
     names = [name for name, _ in batch.drafter.named_parameters()]
     assert [n for n, g in zip(names, gradients, strict=True) if g is None or not g.abs().sum() > 0] == []
-    assert not batch.forward()[2].requires_grad
+    assert not aligned_soft_labels(batch.forward()[0], batch.features, batch.head).probs.requires_grad
 
 
 def test_a_position_that_is_not_supervised_changes_nothing(target):
     batch = Batch(target)
     before = batch.losses().total
     batch.input_ids = torch.where(batch.sequence_ids == 0, 5, batch.input_ids)
-    batch.taps = torch.where(batch.sequence_ids[..., None] == 0, torch.nan, batch.taps)
-    batch.last_hidden = torch.where(batch.sequence_ids[..., None] == 0, torch.nan, batch.last_hidden)
+    padding = batch.sequence_ids[..., None] == 0
+    taps, last_hidden = batch.features.taps, batch.features.last_hidden_states
+    batch.features = replace(
+        batch.features,
+        taps=taps.masked_fill(padding, torch.nan),
+        last_hidden_states=last_hidden.masked_fill(padding, torch.nan),
+    )
     after = batch.losses().total
     assert torch.equal(before, after)
     assert all(torch.isfinite(gradient).all() for gradient in batch.gradients(after))
@@ -387,12 +414,13 @@ def test_a_batch_without_supervision_is_refused_unless_its_weight_is_given(targe
 
 def test_heads_that_do_not_fit_are_refused(target):
     batch = Batch(target, draft_vocab_size=40)
-    blocks, hidden, target_logits = batch.forward()
+    blocks, hidden = batch.forward()
     with pytest.raises(ValueError, match="pass `lm_head`"):
-        draft_losses(batch.drafter, blocks, hidden, target_logits)
+        teacher_forced_draft(batch.drafter, hidden, blocks.previous_ids.flatten(0, 1))
+    labels, gold = soft_labels(torch.zeros(2, VOCAB)), torch.zeros(2, dtype=torch.long)
     with pytest.raises(ValueError, match="one logit for each token"):
-        position_losses(torch.zeros(2, 40), None, torch.zeros(2, VOCAB), torch.zeros(2, dtype=torch.long))
+        position_losses(torch.zeros(2, 40), None, labels, gold)
     with pytest.raises(ValueError, match="one logit for each token"):
-        position_losses(torch.zeros(3, VOCAB), None, torch.zeros(2, VOCAB), torch.zeros(2, dtype=torch.long))
+        position_losses(torch.zeros(3, VOCAB), None, labels, gold)
     with pytest.raises(ValueError, match="gives 40 logits.*got 64"):
-        draft_losses(batch.drafter, blocks, hidden, target_logits, batch.target.lm_head)
+        draft_losses(batch.drafter, blocks, hidden, batch.features, TargetHead(target))

@@ -168,6 +168,13 @@ def pack_blocks(
     )
 
 
+def label_columns(blocks: PackedBlocks) -> torch.Tensor:
+    """Columns whose target hidden state gives a soft label of some block, bool `(B, T)`."""
+    labelled = torch.zeros_like(blocks.context_position_ids)
+    labelled.scatter_add_(1, blocks.label_columns.flatten(1), blocks.supervised.flatten(1).long())
+    return labelled > 0
+
+
 def packed_attention_mask(config: DSparkConfig, blocks: PackedBlocks, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     r"""Additive masks of the packed blocks for each layer type.
 

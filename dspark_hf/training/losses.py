@@ -1,4 +1,4 @@
-"""The losses of section 3.3 (arXiv 2607.05147) on teacher-forced blocks, and what they say about acceptance.
+"""The losses of section 3.3 (arXiv 2607.05147) on teacher-forced blocks.
 
     c*_k   = 1 - |q_k - p_k|_1 / 2                                        acceptance rate, eq. 8
     L_ce   = sum_k w_k * -log q_k(x*_k)                                   eqs. 9-12
@@ -13,8 +13,7 @@ Shape letters: M blocks, I input slots of a block, K block size, S supervised po
 V vocabulary, V_d draft vocabulary, D hidden size. Position k of a block is index `k - 1` in tensors.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,9 @@ from torch import nn
 
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.training.anchors import PackedBlocks
+from dspark_hf.training.draft_metrics import DraftMetrics, draft_metrics
+from dspark_hf.training.features import TargetFeatures
+from dspark_hf.training.target_head import TargetHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,67 +70,38 @@ class TeacherForcedDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class SoftLabels:
+    r"""
+    What the target says at `S` supervised positions.
+
+    Args:
+        probs (`torch.FloatTensor` of shape `(S, V_d)`): float32, p on the draft vocabulary; adds up to less than 1 when
+            that is reduced.
+        best_ids (`torch.LongTensor` of shape `(S,)`): The target's best token, an id of its own vocabulary.
+    """
+
+    probs: torch.Tensor
+    best_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PositionLosses:
     r"""
-    Unweighted terms of each supervised position, all float32 of shape `(S,)`.
+    Unweighted terms of each supervised position, of shape `(S,)`, float32 but for the last.
 
     Args:
         cross_entropy (`torch.Tensor`): -log q(x*); 0 where x* is outside the draft vocabulary.
         total_variation (`torch.Tensor`): |q - p|_1, in [0, 2].
         confidence (`torch.Tensor`): Binary cross entropy; 0 without a confidence head.
         acceptance_rate (`torch.Tensor`): c*, in [0, 1], without gradient.
+        matches (`torch.BoolTensor`): Whether the best tokens of drafter and target agree.
     """
 
     cross_entropy: torch.Tensor
     total_variation: torch.Tensor
     confidence: torch.Tensor
     acceptance_rate: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DraftMetrics:
-    r"""
-    Sums over blocks by position; of several batches or ranks they add up. All float32 of shape `(K,)`.
-
-    Teacher-forced: the drafter reads ground truth, not what it would have drafted. The estimates count at position k the
-    blocks that are supervised there, so that the end of a text does not look like a rejection.
-
-    Args:
-        supervised (`torch.Tensor`): Supervised blocks at k.
-        acceptance_rate (`torch.Tensor`): Sum of c*_k.
-        survival (`torch.Tensor`): Sum of the products of c*_1 to c*_k.
-        greedy_match (`torch.Tensor`): Blocks whose best draft token at k is the target's.
-        greedy_prefix (`torch.Tensor`): Blocks where that holds at 1 to k.
-    """
-
-    supervised: torch.Tensor
-    acceptance_rate: torch.Tensor
-    survival: torch.Tensor
-    greedy_match: torch.Tensor
-    greedy_prefix: torch.Tensor
-
-    def __add__(self, other: "DraftMetrics") -> "DraftMetrics":
-        return DraftMetrics(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
-
-    @property
-    def acceptance_by_position(self) -> torch.Tensor:
-        """Mean acceptance rate when sampling at temperature 1, `(K,)`; NaN where nothing is supervised."""
-        return self.acceptance_rate / self.supervised
-
-    @property
-    def greedy_acceptance_by_position(self) -> torch.Tensor:
-        """Share of best tokens that agree, `(K,)`; NaN where nothing is supervised."""
-        return self.greedy_match / self.supervised
-
-    @property
-    def tau(self) -> torch.Tensor:
-        """Accepted length at temperature 1, bonus token included: 1 and the mean survivals."""
-        return 1 + (self.survival / self.supervised).nansum()
-
-    @property
-    def greedy_tau(self) -> torch.Tensor:
-        """Accepted length of greedy decoding, bonus token included."""
-        return 1 + (self.greedy_prefix / self.supervised).nansum()
+    matches: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,66 +179,51 @@ def teacher_forced_draft(
 
 
 @torch.no_grad()
-def aligned_target_logits(
-    blocks: PackedBlocks, last_hidden_states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    r"""Soft labels: the target's logits at the supervised positions, and only there.
+def aligned_soft_labels(blocks: PackedBlocks, features: TargetFeatures, head: TargetHead) -> SoftLabels:
+    r"""Soft labels of the supervised positions, and only those.
 
     Args:
         blocks ([`PackedBlocks`]): The blocks.
-        last_hidden_states (`torch.FloatTensor` of shape `(B, T, D_target)`): The target's hidden states after its final
-            norm; p_k comes from that of x_{k-1}.
-        head (`Callable`): The target's whole head, `(S, D_target) -> (S, V)`: its bias, scale and soft-cap included, but
-            no temperature or logits processor.
+        features ([`TargetFeatures`]): Of the batch, `(B, T, ...)`; p_k comes from the hidden state of x_{k-1}.
+        head ([`TargetHead`]): The target's head, its rows for the draft vocabulary. No temperature and no logits
+            processor is applied.
 
     Returns:
-        `torch.FloatTensor` of shape `(S, V)`: float32.
+        [`SoftLabels`] of the `S` positions, block after block.
 
     Source: DSpark section 3.3.
     """
     row, block, position = blocks.supervised.nonzero(as_tuple=True)
-    return head(last_hidden_states[row, blocks.label_columns[row, block, position]]).float()
+    column = blocks.label_columns[row, block, position]
+    logits = head(features.last_hidden_states[row, column])  # (S, V_d)
+    probs = (logits - features.log_normalizers[row, column, None]).exp()
+    return SoftLabels(probs, features.best_ids[row, column])
 
 
-def cross_entropy(
-    draft_log_probs: torch.Tensor, target_ids: torch.Tensor, kept: torch.Tensor | None, vocab_size: int
-) -> torch.Tensor:
-    """`-log q(x*)` of each position `(S,)`; 0 where x* is not among the `kept` tokens `(V_d,)`."""
-    if kept is None:
-        return F.nll_loss(draft_log_probs, target_ids, reduction="none")
-    draft_ids = torch.full((vocab_size,), -1, device=kept.device)
-    draft_ids[kept] = torch.arange(len(kept), device=kept.device)
-    return F.nll_loss(draft_log_probs, draft_ids[target_ids], ignore_index=-1, reduction="none")
+def total_variation(draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+    """`sum_v |q(v) - p(v)|` over the full vocabulary, `(S,)`, from q and p on the draft vocabulary, both `(S, V_d)`.
 
-
-def total_variation(
-    draft_probs: torch.Tensor, target_probs: torch.Tensor, kept: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`sum_v |q(v) - p(v)|` over the full vocabulary, `(S,)`, from q `(S, V_d)` and p `(S, V)`.
-
-    A token outside `kept` `(V_d,)` cannot be drafted, so it adds p(v).
+    A token outside the draft vocabulary cannot be drafted, so it adds p(v): together what p lacks to 1.
     """
-    if kept is None:
-        return (draft_probs - target_probs).abs().sum(dim=-1)
-    kept_probs = target_probs[:, kept]
-    return (draft_probs - kept_probs).abs().sum(dim=-1) + (1 - kept_probs.sum(dim=-1)).clamp_min(0)
+    return (draft_probs - target_probs).abs().sum(dim=-1) + (1 - target_probs.sum(dim=-1)).clamp_min(0)
 
 
 def position_losses(
     draft_logits: torch.Tensor,
     confidence_logits: torch.Tensor | None,
-    target_logits: torch.Tensor,
+    labels: SoftLabels,
     target_ids: torch.Tensor,
-    kept: torch.Tensor | None = None,
+    draft_ids: torch.Tensor | None = None,
 ) -> PositionLosses:
     r"""The three terms of each position.
 
     Args:
         draft_logits (`torch.FloatTensor` of shape `(S, V_d)`): float32.
         confidence_logits (`torch.FloatTensor` of shape `(S,)`, *optional*): float32.
-        target_logits (`torch.FloatTensor` of shape `(S, V)`): float32, of the full vocabulary.
+        labels ([`SoftLabels`]): What the target says.
         target_ids (`torch.LongTensor` of shape `(S,)`): Gold tokens x*, ids of the target's vocabulary.
-        kept (`torch.LongTensor` of shape `(V_d,)`, *optional*): Target ids of the draft vocabulary; `None` means all.
+        draft_ids (`torch.LongTensor` of shape `(V,)`, *optional*): Draft id of each target id, -1 for those that
+            cannot be drafted; `None` for the whole vocabulary.
 
     Returns:
         [`PositionLosses`]
@@ -275,40 +233,43 @@ def position_losses(
 
     Source: DSpark section 3.3, eqs. 8-12.
     """
-    expected = target_logits.shape[-1] if kept is None else len(kept)
-    if draft_logits.shape != (len(target_logits), expected):
+    if draft_logits.shape != labels.probs.shape:
         raise ValueError(
-            f"Expected draft logits of shape {(len(target_logits), expected)}, got {tuple(draft_logits.shape)}. The heads "
-            "of drafter and target must give one logit for each token of their vocabularies."
+            f"Expected draft logits of shape {tuple(labels.probs.shape)}, got {tuple(draft_logits.shape)}. The heads of "
+            "drafter and target must give one logit for each token of the draft vocabulary."
         )
     log_probs = draft_logits.log_softmax(dim=-1)
-    distance = total_variation(log_probs.exp(), target_logits.softmax(dim=-1), kept)
+    distance = total_variation(log_probs.exp(), labels.probs)
     acceptance_rate = (1 - distance.detach() / 2).clamp(0, 1)
     if confidence_logits is None:
         confidence = torch.zeros_like(acceptance_rate)
     else:
         confidence = F.binary_cross_entropy_with_logits(confidence_logits, acceptance_rate, reduction="none")
-    entropy = cross_entropy(log_probs, target_ids, kept, target_logits.shape[-1])
-    return PositionLosses(entropy, distance, confidence, acceptance_rate)
+    gold = target_ids if draft_ids is None else draft_ids[target_ids]
+    entropy = F.nll_loss(log_probs, gold, ignore_index=-1, reduction="none")
+    matches = draft_logits.detach().argmax(dim=-1) == (
+        labels.best_ids if draft_ids is None else draft_ids[labels.best_ids]
+    )
+    return PositionLosses(entropy, distance, confidence, acceptance_rate, matches)
 
 
 def draft_losses(
     drafter: DSparkDraftModel,
     blocks: PackedBlocks,
     hidden_states: torch.Tensor,
-    target_logits: torch.Tensor,
-    lm_head: nn.Module | None = None,
+    features: TargetFeatures,
+    head: TargetHead,
     config: LossConfig | None = None,
     total_weight: torch.Tensor | float | None = None,
 ) -> DraftLosses:
     r"""The training loss of a micro-batch.
 
     Args:
-        drafter ([`DSparkDraftModel`]): The drafter.
+        drafter ([`DSparkDraftModel`]): The drafter. Without a head of its own it uses `head`, the target's rows.
         blocks ([`PackedBlocks`]): The blocks.
         hidden_states (`torch.FloatTensor` of shape `(B * N, I, D)`): From [`block_hidden_states`].
-        target_logits (`torch.FloatTensor` of shape `(S, V)`): From [`aligned_target_logits`].
-        lm_head (`nn.Module`, *optional*): Head to use instead of the drafter's own, giving `V_d` logits.
+        features ([`TargetFeatures`]): Of the batch, `(B, T, ...)`.
+        head ([`TargetHead`]): The target's head, its rows for `drafter.kept_token_ids`.
         config ([`LossConfig`], *optional*): Weights of the terms. `None` means the paper's.
         total_weight (`torch.Tensor` or `float`, *optional*): What the sums are divided by, for a micro-batch that is
             spread over ranks or steps: the sum of its [`total_position_weight`]s. `None` means that of these blocks.
@@ -328,41 +289,29 @@ def draft_losses(
         if not supervised.any():
             raise ValueError("No position of this batch is supervised: check the loss mask and the anchors.")
         total_weight = total_position_weight(supervised, config.loss_decay)
+    lm_head = head.module if drafter.lm_head is None else None
     draft = teacher_forced_draft(drafter, hidden_states[keep], blocks.previous_ids.flatten(0, 1)[keep], lm_head)
-    draft_logits, kept = draft.logits[supervised], drafter.kept_token_ids  # (S, V_d), (V_d,)
-    confidence_logits = None if draft.confidence_logits is None else draft.confidence_logits[supervised]
-    target_ids = blocks.target_ids.flatten(0, 1)[keep][supervised]
-    terms = position_losses(draft_logits, confidence_logits, target_logits, target_ids, kept)
+    terms = position_losses(
+        draft.logits[supervised],
+        None if draft.confidence_logits is None else draft.confidence_logits[supervised],
+        aligned_soft_labels(blocks, features, head),
+        blocks.target_ids.flatten(0, 1)[keep][supervised],
+        draft_token_ids(drafter),
+    )
     decayed = position_weights(supervised.shape[1], config.loss_decay, supervised.device)
     weights = decayed.expand_as(supervised)[supervised] / total_weight
     l_ce = (weights * terms.cross_entropy).sum()
     l_tv = (weights * terms.total_variation).sum()
     l_conf = (weights * terms.confidence).sum()
     total = config.cross_entropy * l_ce + config.total_variation * l_tv + config.confidence * l_conf
-    best = draft_logits.detach().argmax(dim=-1)
-    matches = (best if kept is None else kept[best]) == target_logits.argmax(dim=-1)
-    return DraftLosses(total, l_ce, l_tv, l_conf, draft_metrics(supervised, terms.acceptance_rate, matches))
+    return DraftLosses(total, l_ce, l_tv, l_conf, draft_metrics(supervised, terms.acceptance_rate, terms.matches))
 
 
-def draft_metrics(supervised: torch.Tensor, acceptance_rate: torch.Tensor, matches: torch.Tensor) -> DraftMetrics:
-    r"""Sum up acceptance by position.
-
-    Args:
-        supervised (`torch.BoolTensor` of shape `(M, K)`): The supervised positions, the first ones of each block.
-        acceptance_rate (`torch.FloatTensor` of shape `(S,)`): c* of the supervised positions, block after block.
-        matches (`torch.BoolTensor` of shape `(S,)`): Whether the best tokens of drafter and target agree there.
-
-    Returns:
-        [`DraftMetrics`]
-
-    Source: DSpark section 3.3, eq. 8; footnote 3 for the bonus token in τ.
-    """
-    rates = acceptance_rate.new_zeros(supervised.shape).masked_scatter(supervised, acceptance_rate)
-    agree = rates.new_zeros(supervised.shape).masked_scatter(supervised, matches.to(rates.dtype))
-    return DraftMetrics(
-        supervised=supervised.sum(dim=0).to(rates.dtype),
-        acceptance_rate=rates.sum(dim=0),
-        survival=rates.cumprod(dim=1).sum(dim=0),
-        greedy_match=agree.sum(dim=0),
-        greedy_prefix=agree.cumprod(dim=1).sum(dim=0),
-    )
+def draft_token_ids(drafter: DSparkDraftModel) -> torch.Tensor | None:
+    """Draft id of each target id, `(V,)`, -1 for those that cannot be drafted; `None` for the whole vocabulary."""
+    kept = drafter.kept_token_ids
+    if kept is None:
+        return None
+    draft_ids = torch.full((drafter.config.vocab_size,), -1, device=kept.device)
+    draft_ids[kept] = torch.arange(len(kept), device=kept.device)
+    return draft_ids

@@ -1,0 +1,194 @@
+"""`dspark-hf train`: from samples to a drafter.
+
+    dspark-hf train --target Qwen/Qwen3-4B --data samples.jsonl --output my-drafter
+    dspark-hf train --target SmolLM2-135M-Instruct --data samples.jsonl.gz --output my-drafter --small-budget
+
+Every argument of `transformers.TrainingArguments` is one here. The same command goes on from the last checkpoint in
+`--output`; the finished drafter lies in `--output` itself. Several processes: `torchrun --nproc-per-node 2 -m dspark_hf.cli
+train ...`.
+"""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, TrainerState, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from dspark_hf.host import TargetModel
+from dspark_hf.modeling.configuration_dspark import DSparkConfig
+from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+from dspark_hf.training.features import FeatureCache
+from dspark_hf.training.samples import Sample, read_samples
+from dspark_hf.training.trainer import DraftDataset, DSparkTrainer, DSparkTrainingArguments
+from dspark_hf.training.warm_start import frequent_tokens, initialise_sequential_head, unused_token
+
+
+logger = logging.getLogger(__name__)
+
+SMALL_BUDGET = {
+    "num_hidden_layers": 2,
+    "draft_vocab_size": 8192,
+    "markov_rank": 64,
+    "bigram_start": True,
+    "max_length": 512,
+    "num_anchors": 64,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1.5e-3,
+    "cross_entropy_weight": 0.9,
+    "total_variation_weight": 0.1,
+    "num_train_epochs": 2.0,
+}
+"""What worked on two CPU cores (docs/log.md). An argument that is given wins."""
+
+
+@dataclass
+class DrafterArguments:
+    r"""
+    What is trained, and on what. Fields that are `None` take the default of [`DSparkConfig.from_target`].
+
+    Args:
+        target (`str`): Folder or Hub name of the target.
+        data (`str`): Samples that the target wrote (`dspark-hf data`).
+        output (`str`): Folder of the drafter and its checkpoints.
+        start_from (`str`, *optional*): Drafter to go on from, with its shape.
+        target_dtype (`str`): dtype the target runs in.
+        feature_cache (`str`, *optional*): Folder to keep the target's features in, instead of running it every epoch.
+        held_out (`int`): Samples that are only measured on.
+        max_length (`int`): Longer samples are cut there, in tokens.
+        bigram_start (`bool`): Whether a new sequential head starts from the samples' bigrams.
+        num_hidden_layers, block_size, markov_rank, draft_vocab_size, mask_token_id (`int`): Shape of a new drafter.
+        markov_head_type (`str`): Kind of its sequential head.
+        target_layer_ids (`list[int]`, *optional*): Its taps.
+    """
+
+    target: str = field(metadata={"help": "Folder or Hub name of the target."})
+    data: str = field(metadata={"help": "Samples that the target wrote (dspark-hf data), JSON lines, .gz or not."})
+    output: str = field(metadata={"help": "Folder of the drafter and its checkpoints."})
+    start_from: str | None = field(default=None, metadata={"help": "Drafter to go on from, with its shape."})
+    target_dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16, ..."})
+    feature_cache: str | None = field(default=None, metadata={"help": "Folder to keep the target's features in."})
+    held_out: int = field(default=64, metadata={"help": "Samples that are only measured on."})
+    max_length: int = field(default=4096, metadata={"help": "Longer samples are cut there, in tokens."})
+    bigram_start: bool = field(default=False, metadata={"help": "Start the sequential head from bigrams."})
+    num_hidden_layers: int = field(default=5, metadata={"help": "Draft layers."})
+    block_size: int = field(default=7, metadata={"help": "Draft tokens of a block."})
+    markov_rank: int = field(default=256, metadata={"help": "Rank of the sequential head; 0 for none."})
+    markov_head_type: str = field(default="vanilla", metadata={"help": "vanilla, gated or rnn."})
+    draft_vocab_size: int | None = field(default=None, metadata={"help": "Tokens that can be drafted; default: all."})
+    mask_token_id: int | None = field(default=None, metadata={"help": "Default: the last token not in the samples."})
+    target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers; default: spread."})
+
+
+def add_train_command(commands: Any, arguments: Sequence[str]) -> None:
+    """Add the command to argparse's `commands`, which must make parsers of the type `HfArgumentParser`."""
+    parser = commands.add_parser(
+        "train",
+        help="train a drafter on samples that its target wrote",
+        dataclass_types=[DrafterArguments, DSparkTrainingArguments],
+    )
+    parser.add_argument("--small-budget", action="store_true", help="defaults for when there is only a CPU")
+    if "--small-budget" in arguments:
+        parser.set_defaults(**SMALL_BUDGET)
+    parser.set_defaults(run=run_train)
+
+
+def run_train(args: argparse.Namespace) -> None:
+    """Train as the parsed arguments say."""
+    args.output_dir = args.output
+    train(_filled(DrafterArguments, args), _filled(DSparkTrainingArguments, args))
+
+
+def _filled(kind: Any, args: argparse.Namespace) -> Any:
+    return kind(**{item.name: getattr(args, item.name) for item in fields(kind) if item.init})
+
+
+def train(arguments: DrafterArguments, training: DSparkTrainingArguments) -> DSparkTrainer:
+    r"""
+    Train a drafter and save it, or go on where an earlier run of the same command stopped.
+
+    Args:
+        arguments ([`DrafterArguments`]): What to train, and on what.
+        training ([`DSparkTrainingArguments`]): How.
+
+    Returns:
+        [`DSparkTrainer`]: After training.
+
+    Raises:
+        ValueError: If the data are empty, too short or of another target, or too few to hold some out.
+    """
+    set_seed(training.seed)
+    target = load_target(arguments)
+    drafter = None if arguments.start_from is None else DSparkDraftModel.from_pretrained(arguments.start_from)
+    block_size = arguments.block_size if drafter is None else drafter.config.block_size
+    samples = read_samples(arguments.data, arguments.max_length, block_size)
+    if not 0 < arguments.held_out < len(samples):
+        raise ValueError(
+            f"--held-out must lie in [1, {len(samples) - 1}], some of the {len(samples)} samples, got {arguments.held_out}."
+        )
+    held_out = range(0, len(samples), len(samples) // arguments.held_out)[: arguments.held_out]
+    learnt = sorted(set(range(len(samples))) - set(held_out))
+    if drafter is None:
+        drafter = new_drafter(target, [samples[index] for index in learnt], arguments)
+    cache = None if arguments.feature_cache is None else FeatureCache(Path(arguments.feature_cache), samples)
+    trainer = DSparkTrainer(
+        drafter,
+        target,
+        training,
+        train_dataset=DraftDataset(samples, learnt, cache),
+        eval_dataset=DraftDataset(samples, held_out, cache),
+    )
+    if cache is not None:
+        cache.fill(trainer.extractor, training.process_index, training.world_size)
+        trainer.accelerator.wait_for_everyone()
+    checkpoint = get_last_checkpoint(arguments.output) if Path(arguments.output).is_dir() else None
+    if checkpoint is not None and _is_finished(checkpoint, training.max_steps):
+        logger.warning("%s is finished: nothing is left to do.", arguments.output)
+        return trainer
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    return trainer
+
+
+def _is_finished(checkpoint: str, max_steps: int) -> bool:
+    """Whether `max_steps` are done; `Trainer` would take one more. Without `max_steps` it counts epochs, and stops."""
+    state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+    return 0 < max_steps <= state.global_step
+
+
+def load_target(arguments: DrafterArguments) -> TargetModel:
+    """Load the target in evaluation mode."""
+    dtype = arguments.target_dtype
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--target-dtype must be auto or a torch dtype such as float32, got {dtype!r}.")
+    return AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).eval()
+
+
+def new_drafter(target: TargetModel, samples: Sequence[Sample], arguments: DrafterArguments) -> DSparkDraftModel:
+    """Build a drafter for the target; its draft vocabulary, mask token and sequential head come from the samples."""
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    shape = {
+        name: getattr(arguments, name)
+        for name in ("num_hidden_layers", "block_size", "markov_rank", "markov_head_type", "draft_vocab_size")
+    }
+    if arguments.target_layer_ids is not None:
+        shape["target_layer_ids"] = arguments.target_layer_ids
+    mask_token_id = arguments.mask_token_id
+    config = DSparkConfig.from_target(
+        target.config,
+        mask_token_id=unused_token(samples, vocab_size) if mask_token_id is None else mask_token_id,
+        confidence_head_with_markov=arguments.markov_rank > 0,
+        **shape,
+    )
+    drafter = DSparkDraftModel(config)
+    if config.draft_vocab_size < vocab_size:
+        kept = frequent_tokens(samples, config.draft_vocab_size, vocab_size)
+        drafter.d2t.copy_(kept - torch.arange(len(kept)))
+    if arguments.bigram_start and config.markov_rank > 0:
+        initialise_sequential_head(drafter, samples)
+    return drafter

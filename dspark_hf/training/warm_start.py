@@ -1,0 +1,120 @@
+"""What the training text alone tells a new drafter: which tokens to propose, and what tends to follow what.
+
+The sequential head adds `W_1[x] W_2` to the logits of the token after x (eq. 5). It starts as a low-rank factorisation of
+the smoothed bigram log-ratios
+
+    log (p(y | x) / p(y)) = log(1 + n_xy / (smoothing * p(y))) + a constant of x,
+
+which is sparse: a pair that never occurs gives 0, and the constant changes no softmax. Rows and columns are weighted by
+the roots of how often their tokens occur.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from dspark_hf.modeling.configuration_dspark import DSparkConfig
+from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+from dspark_hf.training.losses import draft_token_ids
+from dspark_hf.training.samples import Sample
+
+
+def frequent_tokens(samples: Iterable[Sample], count: int, vocab_size: int) -> torch.Tensor:
+    r"""
+    The tokens that the target writes most often.
+
+    Args:
+        samples (`Iterable[Sample]`): Their responses are counted.
+        count (`int`): How many to return; tokens that never occur fill up, from the smallest id.
+        vocab_size (`int`): Size of the target's vocabulary.
+
+    Returns:
+        `torch.LongTensor` of shape `(count,)`: Ascending.
+
+    Raises:
+        ValueError: If `count` does not lie in `[1, vocab_size]`, or a token is not in the vocabulary.
+    """
+    if not 1 <= count <= vocab_size:
+        raise ValueError(f"The draft vocabulary must have 1 to {vocab_size} tokens, got {count}.")
+    counts = Counter(token for sample in samples for token in sample.input_ids[sample.prompt_length :])
+    if max(counts, default=0) >= vocab_size:
+        raise ValueError(
+            f"The samples hold token {max(counts)}, but the target's vocabulary ends at {vocab_size - 1}: they were written "
+            "by another target or tokenizer."
+        )
+    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
+    return torch.tensor(sorted(ranked[:count]))
+
+
+@torch.no_grad()
+def initialise_sequential_head(drafter: DSparkDraftModel, samples: Sequence[Sample], smoothing: float = 100.0) -> None:
+    r"""
+    Set a vanilla Markov head to the bigrams of the samples' responses.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): Its head is changed in place.
+        samples (`Sequence[Sample]`): The text.
+        smoothing (`float`): Pseudo-count of a pair with independent tokens.
+
+    Raises:
+        ValueError: If the drafter has no head of this kind.
+    """
+    config = drafter.config
+    if drafter.markov_head is None or config.markov_head_type != "vanilla":
+        raise ValueError(
+            f"Bigrams initialise a vanilla Markov head; this drafter has rank {config.markov_rank} and type "
+            f"{config.markov_head_type!r}."
+        )
+    log_ratios, row_weights, column_weights = bigram_log_ratios(samples, draft_token_ids(drafter), config, smoothing)
+    rank = config.markov_rank
+    left, scale, right = torch.svd_lowrank(log_ratios, q=min(rank + 16, min(log_ratios.shape)), niter=3)
+    w1 = left[:, :rank] * scale[:rank].sqrt() / row_weights[:, None]
+    w2 = right[:, :rank] * scale[:rank].sqrt() / column_weights[:, None]
+    balance = (w2.norm() / w1.norm()).sqrt()  # factors of one size, so that one learning rate suits both
+    drafter.markov_head.markov_w1.weight.zero_()[:, : w1.shape[1]].copy_(w1 * balance)
+    drafter.markov_head.markov_w2.weight.zero_()[:, : w1.shape[1]].copy_(w2 / balance)
+
+
+def bigram_log_ratios(
+    samples: Sequence[Sample], draft_ids: torch.Tensor | None, config: DSparkConfig, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    r"""
+    Count the bigrams of the responses.
+
+    Args:
+        samples (`Sequence[Sample]`): The text; the last prompt token counts as the first x.
+        draft_ids (`torch.LongTensor` of shape `(V,)`, *optional*): Draft id of each target id, -1 for none.
+        config ([`DSparkConfig`]): Sizes of the vocabularies.
+        smoothing (`float`): Pseudo-count of a pair with independent tokens.
+
+    Returns:
+        Sparse log-ratios `(V, V_d)`, float32, times the weights of their rows and columns, and these: `(V,)`, `(V_d,)`.
+    """
+    texts = [torch.tensor(sample.input_ids[max(sample.prompt_length - 1, 0) :]) for sample in samples]
+    first, second = (torch.cat([text[part] for text in texts]) for part in (slice(None, -1), slice(1, None)))
+    second = second if draft_ids is None else draft_ids.cpu()[second]
+    first, second = first[second >= 0], second[second >= 0]
+    occurrences = torch.bincount(first, minlength=config.vocab_size).float()
+    frequency = torch.bincount(second, minlength=config.draft_vocab_size).float().clamp_min(0.5) / len(second)
+    pairs, counts = (first * config.draft_vocab_size + second).unique(return_counts=True)
+    rows, columns = pairs // config.draft_vocab_size, pairs % config.draft_vocab_size
+    row_weights, column_weights = occurrences.clamp_min(1.0).sqrt(), frequency.sqrt()
+    ratios = torch.log1p(counts / (smoothing * frequency[columns])) * row_weights[rows] * column_weights[columns]
+    shape = (config.vocab_size, config.draft_vocab_size)
+    sparse = torch.sparse_coo_tensor(torch.stack([rows, columns]), ratios, shape, check_invariants=True)
+    return sparse, row_weights, column_weights
+
+
+def unused_token(samples: Iterable[Sample], vocab_size: int) -> int:
+    r"""
+    The last token of the vocabulary that no sample holds: what fills a block should mean nothing else.
+
+    Raises:
+        ValueError: If the samples hold every token.
+    """
+    used = {token for sample in samples for token in sample.input_ids}
+    for token in reversed(range(vocab_size)):
+        if token not in used:
+            return token
+    raise ValueError("The samples hold every token of the vocabulary: say with --mask-token-id which fills a block.")
