@@ -1,8 +1,10 @@
-"""Command line: `dspark-hf generate`.
+"""Command line: `dspark-hf generate`, `data` and `train`.
 
     dspark-hf generate --target Qwen/Qwen3-4B --drafter deepseek-ai/dspark_qwen3_4b_block7 --prompt "Why is the sky blue?"
+    dspark-hf data --target Qwen/Qwen3-4B --self-instruct --num-prompts 5000 --output samples.jsonl
+    dspark-hf train --target Qwen/Qwen3-4B --data samples.jsonl --output my-drafter
 
-Text is streamed to standard output; the run's statistics end it in one line on standard error.
+`generate` streams text to standard output; the run's statistics end it in one line on standard error.
 """
 
 import argparse
@@ -11,10 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TextStreamer, set_seed
+from transformers import AutoTokenizer, HfArgumentParser, TextStreamer, set_seed
 
+from dspark_hf.loading import load_target
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.training.command import add_train_command
+from dspark_hf.training.data import add_data_arguments, run_data
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser(arguments).parse_args(arguments)
     try:
         args.run(args)
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (ValueError, NotImplementedError, ImportError, OSError) as error:
         sys.stderr.write(f"dspark-hf {args.command}: {error}\n")
         return 2
     return 0
@@ -56,13 +60,9 @@ def load_pair(target: str, drafter: str, device: str, dtype: str) -> tuple[Any, 
         device (`str`): torch device.
         dtype (`str`): `"auto"` or a torch dtype's name, for both models.
     """
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"--dtype must be auto or a torch dtype such as float32, got {dtype!r}.")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device. Use --device cpu.")
+    model = load_target(target, dtype, device)
     tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
-    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
-    return model.to(device), DSparkDraftModel.from_pretrained(drafter, dtype=dtype).to(device), tokenizer
+    return model, DSparkDraftModel.from_pretrained(drafter, dtype=dtype).to(device), tokenizer
 
 
 def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> Any:
@@ -93,6 +93,9 @@ def _scheduling(args: argparse.Namespace) -> dict[str, Any]:
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dspark-hf", description="DSpark speculative decoding for transformers.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=HfArgumentParser)
+    data = commands.add_parser("data", dataclass_types=[], help="let a target write samples to train its drafter on")
+    add_data_arguments(data)
+    data.set_defaults(run=run_data)
     add_train_command(commands, arguments)
     command = commands.add_parser("generate", dataclass_types=[], help="stream a reply and end with its statistics")
     command.set_defaults(run=generate)

@@ -30,6 +30,10 @@ def target():
 
 @pytest.fixture(scope="module")
 def samples(target):
+    return make_samples(target)
+
+
+def make_samples(target) -> list[Sample]:
     """What the target writes to random prompts, in two lengths."""
     torch.manual_seed(6)
     prompts = torch.randint(3, VOCAB, (24, PROMPT_LENGTH), generator=torch.Generator().manual_seed(5))
@@ -367,7 +371,7 @@ def test_the_command_goes_on_from_a_drafter(folders, tmp_path):
     ("more", "message"),
     [
         (["--held-out", "24"], "--held-out must lie in [1, 23]"),
-        (["--target-dtype", "fast"], "--target-dtype must be auto or a torch dtype"),
+        (["--dtype", "fast"], "--dtype must be auto or a torch dtype"),
         (["--draft-vocab-size", "65"], "`draft_vocab_size` must lie in [1, vocab_size = 64], got 65"),
         (["--cross-entropy-weight", "-1"], "must not be negative"),
     ],

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, TrainerState, set_seed
+from transformers import TrainerState, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from dspark_hf.host import TargetModel
+from dspark_hf.loading import load_target
 from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.training.features import FeatureCache
@@ -56,7 +57,7 @@ class DrafterArguments:
         data (`str`): Samples that the target wrote (`dspark-hf data`).
         output (`str`): Folder of the drafter and its checkpoints.
         start_from (`str`, *optional*): Drafter to go on from, with its shape.
-        target_dtype (`str`): dtype the target runs in.
+        dtype (`str`): dtype the target runs in: `"auto"`, the checkpoint's own, or a torch dtype's name.
         feature_cache (`str`, *optional*): Folder to keep the target's features in, instead of running it every epoch.
         held_out (`int`): Samples that are only measured on.
         max_length (`int`): Longer samples are cut there, in tokens.
@@ -70,7 +71,7 @@ class DrafterArguments:
     data: str = field(metadata={"help": "Samples that the target wrote (dspark-hf data), JSON lines, .gz or not."})
     output: str = field(metadata={"help": "Folder of the drafter and its checkpoints."})
     start_from: str | None = field(default=None, metadata={"help": "Drafter to go on from, with its shape."})
-    target_dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16, ..."})
+    dtype: str = field(default="auto", metadata={"help": "dtype the target runs in: auto, float32, bfloat16, ..."})
     feature_cache: str | None = field(default=None, metadata={"help": "Folder to keep the target's features in."})
     held_out: int = field(default=64, metadata={"help": "Samples that are only measured on."})
     max_length: int = field(default=4096, metadata={"help": "Longer samples are cut there, in tokens."})
@@ -122,7 +123,7 @@ def train(arguments: DrafterArguments, training: DSparkTrainingArguments) -> DSp
         ValueError: If the data are empty, too short or of another target, or too few to hold some out.
     """
     set_seed(training.seed)
-    target = load_target(arguments)
+    target = load_target(arguments.target, arguments.dtype, training.device)
     drafter = None if arguments.start_from is None else DSparkDraftModel.from_pretrained(arguments.start_from)
     block_size = arguments.block_size if drafter is None else drafter.config.block_size
     samples = read_samples(arguments.data, arguments.max_length, block_size)
@@ -159,14 +160,6 @@ def _is_finished(checkpoint: str, max_steps: int) -> bool:
     """Whether `max_steps` are done; `Trainer` would take one more. Without `max_steps` it counts epochs, and stops."""
     state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
     return 0 < max_steps <= state.global_step
-
-
-def load_target(arguments: DrafterArguments) -> TargetModel:
-    """Load the target in evaluation mode."""
-    dtype = arguments.target_dtype
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"--target-dtype must be auto or a torch dtype such as float32, got {dtype!r}.")
-    return AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).eval()
 
 
 def new_drafter(target: TargetModel, samples: Sequence[Sample], arguments: DrafterArguments) -> DSparkDraftModel:
