@@ -18,7 +18,8 @@ def load_target(name: str, dtype: str, device: str | torch.device) -> Any:
     Raises:
         ValueError: If there is no such dtype or device.
     """
-    check_dtype(dtype)
+    if dtype != "auto":
+        check_dtype(dtype)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device. Use --device cpu.")
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -26,6 +27,6 @@ def load_target(name: str, dtype: str, device: str | torch.device) -> Any:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise `ValueError` unless `dtype` is `"auto"` or the name of a torch dtype."""
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"--dtype must be auto or a torch dtype such as float32, got {dtype!r}.")
+    """Raise `ValueError` unless this is the name of a torch dtype."""
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"{dtype!r} is no torch dtype. Give one such as float32 or bfloat16 (or auto for --dtype).")

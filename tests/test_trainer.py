@@ -353,9 +353,15 @@ def test_the_command_makes_a_drafter_that_drafts(target, folders, tmp_path, cach
     prompt = torch.tensor([[5, 6, 7]])
     plain = target.generate(prompt, max_new_tokens=20, do_sample=False)
     assert torch.equal(target.generate(prompt, assistant_model=drafter, max_new_tokens=20, do_sample=False), plain)
-    before = (folders[2] / "model.safetensors").read_bytes()
-    assert main(command(folders, "--small-budget", *more)) == 0  # nothing is left to do
-    assert (folders[2] / "model.safetensors").read_bytes() == before
+    assert drafter.dtype == torch.bfloat16
+    weights_file = folders[2] / "model.safetensors"
+    before = weights_file.read_bytes()
+    weights_file.write_bytes(b"torn")
+    torn = folders[2] / "checkpoint-6"  # as after a kill, without the state that is written last
+    torn.mkdir()
+    assert main(command(folders, "--small-budget", *more)) == 0
+    assert weights_file.read_bytes() == before
+    assert sorted(path.name for path in folders[2].iterdir() if path.name.startswith(".")) == []
     state = json.loads((folders[2] / "trainer_state.json").read_text())
     assert state["global_step"] == 4
 
@@ -371,7 +377,8 @@ def test_the_command_goes_on_from_a_drafter(folders, tmp_path):
     ("more", "message"),
     [
         (["--held-out", "24"], "--held-out must lie in [1, 23]"),
-        (["--dtype", "fast"], "--dtype must be auto or a torch dtype"),
+        (["--dtype", "fast"], "'fast' is no torch dtype"),
+        (["--output-dtype", "fast"], "'fast' is no torch dtype"),
         (["--draft-vocab-size", "65"], "`draft_vocab_size` must lie in [1, vocab_size = 64], got 65"),
         (["--cross-entropy-weight", "-1"], "must not be negative"),
     ],

@@ -397,5 +397,5 @@ def test_prompts_from_a_file(folder, tmp_path):
     assert manifest_of(tmp_path / "a.jsonl")["made_with"]["end_ids"] == [EOS]
     assert run(folder, *options, "--output", tmp_path / "b.jsonl", "--raw", "--num-prompts", 1)["samples"] == 1
     assert read(tmp_path / "b.jsonl")[0]["prompt_ids"] == [5, 6]
-    with pytest.raises(ValueError, match="--dtype must be auto or"):
+    with pytest.raises(ValueError, match="is no torch dtype"):
         run(folder, *options, "--output", tmp_path / "c.jsonl", "--dtype", "float23")

@@ -9,7 +9,6 @@ train ...`.
 """
 
 import argparse
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,10 +16,9 @@ from typing import Any
 
 import torch
 from transformers import TrainerState, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from dspark_hf.host import TargetModel
-from dspark_hf.loading import load_target
+from dspark_hf.loading import check_dtype, load_target
 from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.training.features import FeatureCache
@@ -28,8 +26,6 @@ from dspark_hf.training.samples import Sample, read_samples
 from dspark_hf.training.trainer import DraftDataset, DSparkTrainer, DSparkTrainingArguments
 from dspark_hf.training.warm_start import frequent_tokens, initialise_sequential_head, unused_token
 
-
-logger = logging.getLogger(__name__)
 
 SMALL_BUDGET = {
     "num_hidden_layers": 2,
@@ -56,6 +52,7 @@ class DrafterArguments:
         target (`str`): Folder or Hub name of the target.
         data (`str`): Samples that the target wrote (`dspark-hf data`).
         output (`str`): Folder of the drafter and its checkpoints.
+        output_dtype (`str`): dtype of the finished drafter; checkpoints are float32.
         start_from (`str`, *optional*): Drafter to go on from, with its shape.
         dtype (`str`): dtype the target runs in: `"auto"`, the checkpoint's own, or a torch dtype's name.
         feature_cache (`str`, *optional*): Folder to keep the target's features in, instead of running it every epoch.
@@ -70,6 +67,7 @@ class DrafterArguments:
     target: str = field(metadata={"help": "Folder or Hub name of the target."})
     data: str = field(metadata={"help": "Samples that the target wrote (dspark-hf data), JSON lines, .gz or not."})
     output: str = field(metadata={"help": "Folder of the drafter and its checkpoints."})
+    output_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the finished drafter."})
     start_from: str | None = field(default=None, metadata={"help": "Drafter to go on from, with its shape."})
     dtype: str = field(default="auto", metadata={"help": "dtype the target runs in: auto, float32, bfloat16, ..."})
     feature_cache: str | None = field(default=None, metadata={"help": "Folder to keep the target's features in."})
@@ -122,6 +120,7 @@ def train(arguments: DrafterArguments, training: DSparkTrainingArguments) -> DSp
     Raises:
         ValueError: If the data are empty, too short or of another target, or too few to hold some out.
     """
+    check_dtype(arguments.output_dtype)
     set_seed(training.seed)
     target = load_target(arguments.target, arguments.dtype, training.device)
     drafter = None if arguments.start_from is None else DSparkDraftModel.from_pretrained(arguments.start_from)
@@ -146,20 +145,28 @@ def train(arguments: DrafterArguments, training: DSparkTrainingArguments) -> DSp
     if cache is not None:
         cache.fill(trainer.extractor, training.process_index, training.world_size)
         trainer.accelerator.wait_for_everyone()
-    checkpoint = get_last_checkpoint(arguments.output) if Path(arguments.output).is_dir() else None
-    if checkpoint is not None and _is_finished(checkpoint, training.max_steps):
-        logger.warning("%s is finished: nothing is left to do.", arguments.output)
-        return trainer
-    trainer.train(resume_from_checkpoint=checkpoint)
+    _run(trainer, last_checkpoint(Path(arguments.output)))
+    drafter.to(getattr(torch, arguments.output_dtype))
     trainer.save_model()
     trainer.save_state()
     return trainer
 
 
-def _is_finished(checkpoint: str, max_steps: int) -> bool:
-    """Whether `max_steps` are done; `Trainer` would take one more. Without `max_steps` it counts epochs, and stops."""
-    state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-    return 0 < max_steps <= state.global_step
+def last_checkpoint(folder: Path) -> Path | None:
+    """The last checkpoint of a run that is whole: `Trainer` writes its state last."""
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _run(trainer: DSparkTrainer, checkpoint: Path | None) -> None:
+    """Train from a checkpoint on; where its run had taken all its steps, only load it: `Trainer` would take one more."""
+    if checkpoint is not None:
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if 0 < trainer.args.max_steps <= state.global_step:
+            trainer._load_from_checkpoint(str(checkpoint))
+            trainer.state = state
+            return
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
 
 def new_drafter(target: TargetModel, samples: Sequence[Sample], arguments: DrafterArguments) -> DSparkDraftModel:

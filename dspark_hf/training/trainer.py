@@ -6,6 +6,7 @@ weight of all ranks.
 """
 
 import logging
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -241,8 +242,13 @@ class DSparkTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]  # given a value by TrainingArguments
-        self.drafter.save_pretrained(folder)
-        torch.save(self.args, folder / "training_args.bin")
+        folder.mkdir(parents=True, exist_ok=True)
+        # Written beside, then moved: a process that is killed leaves the old files or the new ones.
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
+            self.drafter.save_pretrained(partial)
+            torch.save(self.args, Path(partial) / "training_args.bin")
+            for file in Path(partial).iterdir():
+                file.replace(folder / file.name)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, self.drafter)
