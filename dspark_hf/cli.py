@@ -50,6 +50,12 @@ def generate(args: argparse.Namespace) -> None:
     sys.stderr.write(output.statistics.summary() + "\n")
 
 
+def write_data(args: argparse.Namespace) -> None:
+    """Let the target write samples and end with one line of counts."""
+    counts = run_data(args)
+    sys.stderr.write(", ".join(f"{number} {name}" for name, number in sorted(counts.items())) + "\n")
+
+
 def load_pair(target: str, drafter: str, device: str, dtype: str) -> tuple[Any, DSparkDraftModel, Any]:
     r"""
     Load target, drafter and tokenizer onto one device.
@@ -95,7 +101,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=HfArgumentParser)
     data = commands.add_parser("data", dataclass_types=[], help="let a target write samples to train its drafter on")
     add_data_arguments(data)
-    data.set_defaults(run=run_data)
+    data.set_defaults(run=write_data)
     add_train_command(commands, arguments)
     command = commands.add_parser("generate", dataclass_types=[], help="stream a reply and end with its statistics")
     command.set_defaults(run=generate)

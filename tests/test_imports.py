@@ -17,7 +17,7 @@ LAYERS = [
     {"acceptance"},
     {"caches", "taps", "processors", "sequences", "outputs", "options", "checkpoints"},
     {"verification", "drafting"},
-    {"committing"},
+    {"committing", "cost_curve"},
     {"decoding"},
     {"integration"},
     {"training", "evaluation"},

@@ -24,7 +24,7 @@ from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.training.features import FeatureCache
 from dspark_hf.training.samples import Sample, read_samples
 from dspark_hf.training.trainer import DraftDataset, DSparkTrainer, DSparkTrainingArguments
-from dspark_hf.training.warm_start import frequent_tokens, initialise_sequential_head, unused_token
+from dspark_hf.training.warm_start import frequent_tokens, start_from_bigrams, unused_token
 
 
 SMALL_BUDGET = {
@@ -58,7 +58,7 @@ class DrafterArguments:
         feature_cache (`str`, *optional*): Folder to keep the target's features in, instead of running it every epoch.
         held_out (`int`): Samples that are only measured on.
         max_length (`int`): Longer samples are cut there, in tokens.
-        bigram_start (`bool`): Whether a new sequential head starts from the samples' bigrams.
+        bigram_start (`bool`): Whether a new drafter starts from the samples' bigrams.
         num_hidden_layers, block_size, markov_rank, draft_vocab_size, mask_token_id (`int`): Shape of a new drafter.
         markov_head_type (`str`): Kind of its sequential head.
         target_layer_ids (`list[int]`, *optional*): Its taps.
@@ -73,7 +73,7 @@ class DrafterArguments:
     feature_cache: str | None = field(default=None, metadata={"help": "Folder to keep the target's features in."})
     held_out: int = field(default=64, metadata={"help": "Samples that are only measured on."})
     max_length: int = field(default=4096, metadata={"help": "Longer samples are cut there, in tokens."})
-    bigram_start: bool = field(default=False, metadata={"help": "Start the sequential head from bigrams."})
+    bigram_start: bool = field(default=False, metadata={"help": "Start from the samples' bigrams."})
     num_hidden_layers: int = field(default=5, metadata={"help": "Draft layers."})
     block_size: int = field(default=7, metadata={"help": "Draft tokens of a block."})
     markov_rank: int = field(default=256, metadata={"help": "Rank of the sequential head; 0 for none."})
@@ -190,5 +190,5 @@ def new_drafter(target: TargetModel, samples: Sequence[Sample], arguments: Draft
         kept = frequent_tokens(samples, config.draft_vocab_size, vocab_size)
         drafter.d2t.copy_(kept - torch.arange(len(kept)))
     if arguments.bigram_start and config.markov_rank > 0:
-        initialise_sequential_head(drafter, samples)
+        start_from_bigrams(drafter, samples)
     return drafter

@@ -152,7 +152,7 @@ def _dataset(source: str, split: str) -> Any:
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"{source} is no file, and to read a data set of that name takes `datasets`: pip install datasets."
+            f"{source} is no file, and to read a data set of that name takes `datasets`: pip install datasets (or dspark_hf[data])."
         ) from error
     return datasets.load_dataset(source, split=split)
 

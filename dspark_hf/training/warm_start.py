@@ -1,7 +1,7 @@
 """What the training text alone tells a new drafter: which tokens to propose, and what tends to follow what.
 
-The sequential head adds `W_1[x] W_2` to the logits of the token after x (eq. 5). It starts as a low-rank factorisation of
-the smoothed bigram log-ratios
+The sequential head adds `W_1[x] W_2` to the logits of the token after x (eq. 5). It starts as log p(y), which takes one
+of its ranks, and a low-rank factorisation of the smoothed bigram log-ratios
 
     log (p(y | x) / p(y)) = log(1 + n_xy / (smoothing * p(y))) + a constant of x,
 
@@ -11,6 +11,7 @@ the roots of how often their tokens occur.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,10 @@ from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.training.losses import draft_token_ids
 from dspark_hf.training.samples import Sample
+
+
+QUIET = 0.1
+"""Scale of a new final norm. At 1 the logits of an untrained drafter repeat the anchor, with a cross entropy of 16."""
 
 
 def frequent_tokens(samples: Iterable[Sample], count: int, vocab_size: int) -> torch.Tensor:
@@ -48,37 +53,64 @@ def frequent_tokens(samples: Iterable[Sample], count: int, vocab_size: int) -> t
 
 
 @torch.no_grad()
-def initialise_sequential_head(drafter: DSparkDraftModel, samples: Sequence[Sample], smoothing: float = 100.0) -> None:
+def start_from_bigrams(drafter: DSparkDraftModel, samples: Sequence[Sample], smoothing: float = 30.0) -> None:
     r"""
-    Set a vanilla Markov head to the bigrams of the samples' responses.
+    Let a new drafter begin as a bigram model of the samples' responses: its vanilla Markov head says what follows what,
+    and the final norm is scaled down, so that what the untrained layers say is quiet beside it.
 
     Args:
-        drafter ([`DSparkDraftModel`]): Its head is changed in place.
+        drafter ([`DSparkDraftModel`]): Its head and final norm are changed in place.
         samples (`Sequence[Sample]`): The text.
         smoothing (`float`): Pseudo-count of a pair with independent tokens.
 
     Raises:
-        ValueError: If the drafter has no head of this kind.
+        ValueError: If the drafter has no head of this kind, or one of rank 1.
     """
     config = drafter.config
-    if drafter.markov_head is None or config.markov_head_type != "vanilla":
+    if drafter.markov_head is None or config.markov_head_type != "vanilla" or config.markov_rank < 2:
         raise ValueError(
-            f"Bigrams initialise a vanilla Markov head; this drafter has rank {config.markov_rank} and type "
-            f"{config.markov_head_type!r}."
+            "Bigrams start a vanilla Markov head of rank 2 or more; this drafter has rank "
+            f"{config.markov_rank} and type {config.markov_head_type!r}."
         )
-    log_ratios, row_weights, column_weights = bigram_log_ratios(samples, draft_token_ids(drafter), config, smoothing)
-    rank = config.markov_rank
-    left, scale, right = torch.svd_lowrank(log_ratios, q=min(rank + 16, min(log_ratios.shape)), niter=3)
-    w1 = left[:, :rank] * scale[:rank].sqrt() / row_weights[:, None]
-    w2 = right[:, :rank] * scale[:rank].sqrt() / column_weights[:, None]
+    bigrams = count_bigrams(samples, draft_token_ids(drafter), config, smoothing)
+    rank = config.markov_rank - 1
+    left, scale, right = torch.svd_lowrank(
+        bigrams.log_ratios, q=min(rank + 16, min(bigrams.log_ratios.shape)), niter=3
+    )
+    w1 = left[:, :rank] * scale[:rank].sqrt() / bigrams.row_weights[:, None]
+    w2 = right[:, :rank] * scale[:rank].sqrt() / bigrams.column_weights[:, None]
     balance = (w2.norm() / w1.norm()).sqrt()  # factors of one size, so that one learning rate suits both
-    drafter.markov_head.markov_w1.weight.zero_()[:, : w1.shape[1]].copy_(w1 * balance)
-    drafter.markov_head.markov_w2.weight.zero_()[:, : w1.shape[1]].copy_(w2 / balance)
+    last = 1 + w1.shape[1]  # fewer than the rank where the vocabulary is smaller
+    head = drafter.markov_head
+    head.markov_w1.weight.zero_()[:, 1:last].copy_(w1 * balance)
+    head.markov_w2.weight.zero_()[:, 1:last].copy_(w2 / balance)
+    unigrams = bigrams.log_frequency - bigrams.log_frequency.mean()
+    head.markov_w1.weight[:, 0] = unigrams.std().sqrt()
+    head.markov_w2.weight[:, 0] = unigrams / unigrams.std().sqrt()
+    drafter.norm.weight.mul_(QUIET)
 
 
-def bigram_log_ratios(
+@dataclass(frozen=True, slots=True)
+class Bigrams:
+    r"""
+    What follows what.
+
+    Args:
+        log_ratios (`torch.Tensor`): Sparse `(V, V_d)`, float32, times the weights of rows and columns.
+        row_weights (`torch.FloatTensor` of shape `(V,)`): Roots of how often each x occurs.
+        column_weights (`torch.FloatTensor` of shape `(V_d,)`): Roots of the frequencies p(y).
+        log_frequency (`torch.FloatTensor` of shape `(V_d,)`): log p(y).
+    """
+
+    log_ratios: torch.Tensor
+    row_weights: torch.Tensor
+    column_weights: torch.Tensor
+    log_frequency: torch.Tensor
+
+
+def count_bigrams(
     samples: Sequence[Sample], draft_ids: torch.Tensor | None, config: DSparkConfig, smoothing: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Bigrams:
     r"""
     Count the bigrams of the responses.
 
@@ -89,7 +121,7 @@ def bigram_log_ratios(
         smoothing (`float`): Pseudo-count of a pair with independent tokens.
 
     Returns:
-        Sparse log-ratios `(V, V_d)`, float32, times the weights of their rows and columns, and these: `(V,)`, `(V_d,)`.
+        [`Bigrams`]
     """
     texts = [torch.tensor(sample.input_ids[max(sample.prompt_length - 1, 0) :]) for sample in samples]
     first, second = (torch.cat([text[part] for text in texts]) for part in (slice(None, -1), slice(1, None)))
@@ -103,7 +135,7 @@ def bigram_log_ratios(
     ratios = torch.log1p(counts / (smoothing * frequency[columns])) * row_weights[rows] * column_weights[columns]
     shape = (config.vocab_size, config.draft_vocab_size)
     sparse = torch.sparse_coo_tensor(torch.stack([rows, columns]), ratios, shape, check_invariants=True)
-    return sparse, row_weights, column_weights
+    return Bigrams(sparse, row_weights, column_weights, frequency.log())
 
 
 def unused_token(samples: Iterable[Sample], vocab_size: int) -> int:
