@@ -1,8 +1,10 @@
-"""Command line: `dspark-hf generate`, `data` and `train`.
+"""Command line: `dspark-hf generate`, `data`, `train`, `calibrate` and `profile`.
 
     dspark-hf generate --target Qwen/Qwen3-4B --drafter deepseek-ai/dspark_qwen3_4b_block7 --prompt "Why is the sky blue?"
     dspark-hf data --target Qwen/Qwen3-4B --self-instruct --num-prompts 5000 --output samples.jsonl
     dspark-hf train --target Qwen/Qwen3-4B --data samples.jsonl --output my-drafter
+    dspark-hf calibrate --target Qwen/Qwen3-4B --drafter my-drafter --prompts prompts.jsonl
+    dspark-hf profile --target Qwen/Qwen3-4B --drafter my-drafter --rows 1 2 4 8 --output curve.png
 
 `generate` streams text to standard output; the run's statistics end it in one line on standard error.
 """
@@ -15,8 +17,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, HfArgumentParser, TextStreamer, set_seed
 
+from dspark_hf.cost_curve import add_profile_arguments, run_profile
+from dspark_hf.evaluation.calibrate import add_calibrate_arguments, run_calibrate
 from dspark_hf.loading import load_target
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+from dspark_hf.scheduling import SCHEDULES
 from dspark_hf.training.command import add_train_command
 from dspark_hf.training.data import add_data_arguments, run_data
 
@@ -103,6 +108,14 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     add_data_arguments(data)
     data.set_defaults(run=write_data)
     add_train_command(commands, arguments)
+    profile = commands.add_parser("profile", dataclass_types=[], help="measure what the throughput policies go by")
+    add_profile_arguments(profile)
+    profile.set_defaults(run=run_profile)
+    calibrate = commands.add_parser(
+        "calibrate", dataclass_types=[], help="fit a drafter's confidences to what is accepted"
+    )
+    add_calibrate_arguments(calibrate)
+    calibrate.set_defaults(run=run_calibrate)
     command = commands.add_parser("generate", dataclass_types=[], help="stream a reply and end with its statistics")
     command.set_defaults(run=generate)
     command.add_argument("--target", required=True, help="folder or Hub name of the target")
@@ -117,7 +130,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     command.add_argument(
         "--num-draft-tokens", type=int, help="most draft tokens to verify a round (default: block size)"
     )
-    command.add_argument("--schedule", choices=("constant", "threshold"), help="default: the drafter's own")
+    command.add_argument("--schedule", choices=SCHEDULES, help="default: the drafter's own")
     command.add_argument("--threshold", type=float, help="confidence threshold, with --schedule threshold")
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")

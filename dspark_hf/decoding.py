@@ -16,7 +16,6 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dspark_hf.caches import SlotCache, check_host_cache
-from dspark_hf.calibration import calibrated_confidence
 from dspark_hf.committing import BlockCommitter, Committer, StepCommitter
 from dspark_hf.drafting import Context, Drafting, share_with_target
 from dspark_hf.host import TargetModel, cache_argument, was_passed_by_user
@@ -24,6 +23,7 @@ from dspark_hf.metrics import DecodingStatistics, PhaseTimer, RoundRecord
 from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
 from dspark_hf.options import check_prompt, read_options
 from dspark_hf.outputs import DSparkGenerateOutput, OutputRecorder
+from dspark_hf.planning import Planner
 from dspark_hf.processors import Processors, check_processors
 from dspark_hf.sampling import Sampler
 from dspark_hf.sequences import Sequences, StopRules
@@ -91,8 +91,7 @@ class Decoding:
         self.host_cache: Any = model_kwargs[cache_argument()]
         self.options = read_options(drafter, generation_config)
         share_with_target(drafter, target)
-        temperatures = drafter.config.confidence_temperatures
-        self.temperatures = None if temperatures is None else upload(temperatures, drafter.device)
+        self.planner = Planner(self.options.policy, target, drafter)
         self.sampler = Sampler(bool(generation_config.do_sample))
         self.processors = Processors(logits_processor)
         self.draft_processors = Processors(logits_processor, only_stateless=True)
@@ -158,14 +157,15 @@ class Decoding:
         self.timer.mark("commit")
 
     def _round(self) -> None:
-        caps = self._caps()
+        active, context = self._active_rows(), max(self._anchor_slots()) + 1
+        caps = self._caps() if self.planner.drafts else [0] * len(self.sequences)
         anchors = self.sequences.last_tokens()
         slots = upload(self._anchor_slots(), anchors.device)
         draft = self._draft(anchors, slots, max(caps))
         self.timer.mark("draft")
-        lengths = self._schedule(draft, caps)
+        lengths = self._schedule(draft, caps, context)
         self.timer.mark("schedule")
-        width = max(lengths)
+        width, confidence_logits = max(lengths), draft.confidence_logits
         draft = DSparkDraft(tokens=draft.tokens[:, :width], probs=draft.probs[:, :width])
         verification, taps = self._verify(anchors, slots, draft, lengths)
         self.timer.mark("verify")
@@ -173,7 +173,8 @@ class Decoding:
         records = self.commit(draft, lengths, verification)
         counts = [now - then for now, then in zip(self.sequences.lengths, before, strict=True)]
         self._observe(taps, slots, counts)
-        self.statistics.records += records
+        self.statistics.add_round(records, confidence_logits)
+        self.planner.observe(sum(counts), active, len(self.sequences), width, max(caps) > 0, context)
         self._judge_drafter(records)
         self.timer.mark("commit")
 
@@ -204,14 +205,11 @@ class Decoding:
             probs = torch.where(scores.isneginf().all(dim=-1, keepdim=True), torch.nan, probs)
         return self.sampler.draw(probs), probs
 
-    def _schedule(self, draft: DSparkDraft, caps: list[int]) -> list[int]:
+    def _schedule(self, draft: DSparkDraft, caps: list[int], context: int) -> list[int]:
         """Verification lengths, from what was known before the tokens they speak of were drawn."""
         if draft.tokens.shape[1] == 0:
             return caps
-        confidence = None
-        if draft.confidence_logits is not None:
-            confidence = calibrated_confidence(draft.confidence_logits, self.temperatures)
-        lengths = self.options.policy.verification_lengths(confidence, torch.tensor(caps))
+        lengths = self.planner.lengths(draft, caps, self.sequences.finished, context)
         if self.draft_may_end:
             possible = draft.probs.sum(dim=-1).isfinite().cumprod(dim=1).sum(dim=1)
             lengths = torch.minimum(lengths.to(possible.device), possible)
@@ -237,6 +235,9 @@ class Decoding:
         longest = max(counts)
         columns = slots[:, None] + torch.arange(longest, device=slots.device)
         self.drafting.observe(Context(taps[:, :longest], columns, upload(counts, slots.device)))
+
+    def _active_rows(self) -> int:
+        return sum(not finished for finished in self.sequences.finished)
 
     @property
     def _rows(self) -> range:

@@ -5,7 +5,7 @@ tokens it kept; draft tokens after the cut count as not verified. Prefill is no 
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,12 +24,15 @@ class RoundRecord:
         verified (`int`): Draft tokens sent to the target, up to the end of the text.
         accepted (`int`): Draft tokens committed.
         committed (`int`): Tokens committed, τ of this round.
+        confidence_logits (`torch.FloatTensor` of shape `(K,)`, *optional*): Of the row's K draft tokens, verified or not, before
+            calibration; on the drafter's device.
     """
 
     row: int
     verified: int
     accepted: int
     committed: int
+    confidence_logits: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass
@@ -48,6 +51,12 @@ class DecodingStatistics:
     records: list[RoundRecord] = field(default_factory=list)
     target_forwards: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def add_round(self, records: list[RoundRecord], confidence_logits: torch.Tensor | None) -> None:
+        """Add the records of a round, each with its own row of `confidence_logits` `(R, K)`; the device is not waited for."""
+        if confidence_logits is not None:
+            records = [replace(record, confidence_logits=confidence_logits[record.row]) for record in records]
+        self.records += records
 
     @property
     def rounds(self) -> int:

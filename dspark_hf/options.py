@@ -52,6 +52,7 @@ def read_options(drafter: DSparkDraftModel, generation_config: GenerationConfig)
         values["num_assistant_tokens_schedule"] or "constant",
         values[THRESHOLD],
         drafter.config.enable_confidence_head,
+        greedy=not generation_config.do_sample,
     )
     return DraftingOptions(min(cap or drafter.config.block_size, drafter.config.block_size), policy)
 

@@ -134,3 +134,10 @@ def left_padded(lengths: list[int], seed: int = 3) -> dict[str, torch.Tensor]:
 def _quiet_loading():
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def _own_cost_curves(tmp_path_factory, monkeypatch):
+    """Throughput policies measure the tiny pairs; the user's own curves are left alone."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setattr("dspark_hf.cost_curve.default_cache_dir", lambda: folder)

@@ -196,6 +196,7 @@ UNUSUAL = {
     "enable_confidence_head": True,
     "confidence_head_with_markov": False,
     "confidence_temperatures": [0.7, 1.0, 2.5],
+    "confidence_calibration": {"do_sample": True, "temperature": 0.8, "rounds": 900},
     "has_embedding": True,
     "has_lm_head": True,
     "target_model_type": "llama",

@@ -368,7 +368,10 @@ def test_offloaded_cache_implementations_are_refused(kind):
 
 
 REFUSED_POLICIES = {
-    "unknown schedule": ({"num_assistant_tokens_schedule": "heuristic"}, "knows 'constant' and 'threshold'"),
+    "unknown schedule": (
+        {"num_assistant_tokens_schedule": "heuristic"},
+        "knows 'constant', 'threshold', 'throughput'",
+    ),
     "threshold above 1": (
         {"num_assistant_tokens_schedule": "threshold", "assistant_confidence_threshold": 1.5},
         r"must lie in \[0, 1\], got 1.5",

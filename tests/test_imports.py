@@ -13,11 +13,12 @@ MODELING = ROOT / "modeling"
 # From the bottom up (the layout in CONTRIBUTING.md); a module imports only from layers below its own. A folder counts as one module.
 LAYERS = [
     {"modeling", "host", "loading", "reference_pair", "transfer"},
-    {"sampling", "scheduling", "calibration", "metrics"},
-    {"acceptance"},
+    {"sampling", "verification_cost", "calibration", "metrics", "gating"},
+    {"acceptance", "scheduling"},
     {"caches", "taps", "processors", "sequences", "outputs", "options", "checkpoints"},
     {"verification", "drafting"},
     {"committing", "cost_curve"},
+    {"planning"},
     {"decoding"},
     {"integration"},
     {"training", "evaluation"},

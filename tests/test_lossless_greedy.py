@@ -157,6 +157,8 @@ POLICIES = {
     "threshold 0.5": {"num_assistant_tokens_schedule": "threshold", "assistant_confidence_threshold": 0.5},
     "threshold 0": {"num_assistant_tokens_schedule": "threshold", "assistant_confidence_threshold": 0.0},
     "threshold 1": {"num_assistant_tokens_schedule": "threshold", "assistant_confidence_threshold": 1.0},
+    "throughput": {"num_assistant_tokens_schedule": "throughput"},
+    "throughput_async": {"num_assistant_tokens_schedule": "throughput_async", "num_assistant_tokens": 3},
 }
 
 

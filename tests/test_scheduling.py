@@ -8,7 +8,15 @@ from conftest import make_drafter, make_target
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.modeling.modeling_dspark import DSparkDraft
-from dspark_hf.scheduling import ConstantPolicy, ThresholdPolicy, make_policy
+from dspark_hf.scheduling import (
+    AsyncThroughputPolicy,
+    Candidates,
+    ConstantPolicy,
+    GlobalThroughputPolicy,
+    ThresholdPolicy,
+    ThroughputPolicy,
+    make_policy,
+)
 
 
 BLOCK = 4
@@ -18,7 +26,11 @@ ROWS = 40
 
 def lengths(policy, confidence, caps) -> list[int]:
     confidence = None if confidence is None else torch.tensor(confidence)
-    return policy.verification_lengths(confidence, torch.tensor(caps)).tolist()
+    return policy.verification_lengths(candidates(confidence, torch.tensor(caps))).tolist()
+
+
+def candidates(confidence, caps) -> Candidates:
+    return Candidates(confidence, caps, torch.ones_like(caps, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("confidence", [None, [[0.0] * 4, [1.0] * 4]])
@@ -63,7 +75,7 @@ def test_later_confidences_never_change_whether_a_token_is_verified():
         confidence = torch.rand(200, BLOCK)
         changed = confidence.clone()
         changed[:, k:] = torch.rand(200, BLOCK - k)
-        before, after = (policy.verification_lengths(c, caps) for c in (confidence, changed))
+        before, after = (policy.verification_lengths(candidates(c, caps)) for c in (confidence, changed))
         assert (before >= k).equal(after >= k)
         assert k == BLOCK or not before.equal(after)
 
@@ -72,34 +84,52 @@ def test_later_confidences_never_change_whether_a_token_is_verified():
 
 
 def test_the_constant_schedule_needs_no_threshold():
-    assert make_policy("constant", None, has_confidence=False) == ConstantPolicy()
+    assert make_policy("constant", None, has_confidence=False, greedy=False) == ConstantPolicy()
 
 
 def test_the_threshold_schedule_does_not_fall_back_silently():
     with pytest.raises(ValueError, match="needs assistant_confidence_threshold"):
-        make_policy("threshold", None, has_confidence=True)
+        make_policy("threshold", None, has_confidence=True, greedy=False)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
 def test_threshold_is_made_from_its_number(threshold):
-    assert make_policy("threshold", threshold, has_confidence=True) == ThresholdPolicy(threshold)
+    assert make_policy("threshold", threshold, has_confidence=True, greedy=True) == ThresholdPolicy(threshold)
 
 
 @pytest.mark.parametrize(
     ("schedule", "threshold", "has_confidence", "message"),
     [
-        ("heuristic", None, True, "Unknown num_assistant_tokens_schedule 'heuristic'.*'constant' and 'threshold'"),
+        (
+            "heuristic",
+            None,
+            True,
+            "Unknown num_assistant_tokens_schedule 'heuristic'.*'threshold', 'throughput', 'throughput_async'",
+        ),
         ("", 0.5, True, "Unknown"),
         ("constant", 0.5, True, "only with num_assistant_tokens_schedule='threshold', got 'constant'"),
         ("threshold", -0.1, True, r"must lie in \[0, 1\], got -0.1"),
         ("threshold", 1.5, True, r"must lie in \[0, 1\], got 1.5"),
         ("threshold", math.nan, True, r"must lie in \[0, 1\], got nan"),
         ("threshold", 0.5, False, "needs a drafter with a confidence head"),
+        ("throughput", None, False, "'throughput' needs a drafter with a confidence head"),
+        ("throughput_async", 0.5, True, "only with num_assistant_tokens_schedule='threshold', got 'throughput_async'"),
     ],
 )
 def test_impossible_options_are_refused_by_name(schedule, threshold, has_confidence, message):
     with pytest.raises(ValueError, match=message):
-        make_policy(schedule, threshold, has_confidence)
+        make_policy(schedule, threshold, has_confidence, greedy=False)
+
+
+def test_the_global_search_runs_in_greedy_decoding_alone():
+    for schedule, sampling in (("throughput", ThroughputPolicy), ("throughput_async", AsyncThroughputPolicy)):
+        assert type(make_policy(schedule, None, has_confidence=True, greedy=False)) is sampling
+        assert type(make_policy(schedule, None, has_confidence=True, greedy=True)) is GlobalThroughputPolicy
+
+
+def test_a_policy_that_remembers_is_made_anew():
+    policies = [make_policy("throughput_async", None, has_confidence=True, greedy=False) for _ in range(2)]
+    assert policies[0] is not policies[1]
 
 
 # Non-anticipation through generate()

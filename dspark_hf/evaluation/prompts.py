@@ -67,13 +67,13 @@ def read_prompts(folder: str | Path, per_dataset: int) -> list[Prompt]:
 
 def _read_file(file: Path) -> list[Prompt]:
     with file.open(encoding="utf-8") as lines:
-        prompts = [_parse(line, f"{file.name}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+        prompts = [parse_prompt(line, f"{file.name}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ValueError(f"{file.name} is empty: remove it, or fill it with one prompt a line.")
     return prompts
 
 
-def _parse(line: str, name: str) -> Prompt:
+def parse_prompt(line: str, name: str) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:

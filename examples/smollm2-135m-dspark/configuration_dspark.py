@@ -49,6 +49,8 @@ class DSparkConfig(PreTrainedConfig):
         enable_confidence_head (`bool`): Whether the drafter predicts the acceptance of its tokens (eq. 7).
         confidence_head_with_markov (`bool`): Whether that head also reads `W_1[x_{k-1}]`.
         confidence_temperatures (`list[float]`, *optional*): One calibration temperature per position (section 3.2.1).
+        confidence_calibration (`dict`, *optional*): Decoding setting and number of rounds that
+            `confidence_temperatures` were fitted for.
         has_embedding, has_lm_head (`bool`): Whether the checkpoint carries its own; otherwise the target's is used,
             which needs equal widths.
         target_model_type (`str`, *optional*): `model_type` of the target, for messages.
@@ -85,6 +87,7 @@ class DSparkConfig(PreTrainedConfig):
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     confidence_temperatures: list[float] | None = None
+    confidence_calibration: dict | None = None
     has_embedding: bool = False
     has_lm_head: bool = False
     target_model_type: str | None = None

@@ -1,0 +1,58 @@
+"""Whether to draft at all: on text that the drafter cannot predict, plain decoding is faster.
+
+Decided from past rounds only, for the whole batch, since the drafting pass is saved only when no row needs it. While the
+gate is closed rows decode plainly and taps go on being recorded; now and then it opens for a few rounds to see whether
+the text has become easier. This is the future work that the paper names in its conclusion.
+"""
+
+import statistics
+from collections import deque
+
+
+WINDOW = 16
+"""Drafting rounds that are remembered."""
+ENOUGH = 6
+"""Drafting rounds to see before the gate may close."""
+KEPT = 4
+"""Of those, how many are remembered after a pause: a new text must be able to open the gate again."""
+FIRST_PAUSE, LONGEST_PAUSE = 4, 32
+"""Plain rounds before the gate opens again; doubled each time that did not pay."""
+
+
+class DraftGate:
+    """Closes when drafting rounds give fewer tokens a second than plain ones, by more than chance."""
+
+    def __init__(self) -> None:
+        self._gains: deque[float] = deque(maxlen=WINDOW)
+        self._pause = FIRST_PAUSE
+        self._closed_for = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next round drafts."""
+        return self._closed_for == 0
+
+    def observe_draft(self, tokens: int, seconds: float, plain_tokens: int, plain_seconds: float) -> None:
+        r"""
+        Learn from a round that drafted.
+
+        Args:
+            tokens (`int`): Tokens that it committed.
+            seconds (`float`): What draft and verification take.
+            plain_tokens (`int`): Tokens that a plain round would have committed: the active rows.
+            plain_seconds (`float`): What a plain round takes.
+        """
+        self._gains.append((tokens / seconds) / (plain_tokens / plain_seconds) - 1)
+        if len(self._gains) < ENOUGH:
+            return
+        error = statistics.stdev(self._gains) / len(self._gains) ** 0.5
+        if statistics.fmean(self._gains) + error < 0:
+            self._closed_for = self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._gains = deque(list(self._gains)[-KEPT:], maxlen=WINDOW)
+        elif statistics.fmean(self._gains) > 0:
+            self._pause = FIRST_PAUSE
+
+    def observe_plain(self) -> None:
+        """Count a plain round."""
+        self._closed_for = max(self._closed_for - 1, 0)

@@ -1,0 +1,85 @@
+"""What a round does: whether to draft, and how much of each row's draft to verify (section 3.2).
+
+The policy chooses from calibrated confidences; a throughput policy also asks what the verifier takes, which the cost
+curve knows, and lets the gate skip drafting where past rounds did not pay. All of it was known before the tokens that it
+decides about were drawn.
+"""
+
+import torch
+
+from dspark_hf.calibration import calibrated_confidence
+from dspark_hf.cost_curve import CostCurve
+from dspark_hf.gating import DraftGate
+from dspark_hf.host import TargetModel
+from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
+from dspark_hf.scheduling import Candidates, Policy
+from dspark_hf.transfer import upload
+from dspark_hf.verification_cost import PaddedCost
+
+
+class Planner:
+    r"""
+    Plans the rounds of one call.
+
+    Args:
+        policy ([`Policy`]): Chooses verification lengths.
+        target (`PreTrainedModel`): The target.
+        drafter ([`DSparkDraftModel`]): Its drafter.
+    """
+
+    def __init__(self, policy: Policy, target: TargetModel, drafter: DSparkDraftModel):
+        self.policy = policy
+        temperatures = drafter.config.confidence_temperatures
+        self.temperatures = None if temperatures is None else upload(temperatures, drafter.device)
+        self.curve = CostCurve.open(target, drafter) if policy.needs_cost else None
+        self.gate = DraftGate()
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the next round drafts."""
+        return self.gate.is_open
+
+    def lengths(self, draft: DSparkDraft, caps: list[int], finished: list[bool], context: int) -> torch.Tensor:
+        r"""
+        Choose how much to verify.
+
+        Args:
+            draft ([`DSparkDraft`]): K draft tokens for each of R rows, K >= 1.
+            caps (`list[int]`): Largest length of each row.
+            finished (`list[bool]`): Rows that have ended.
+            context (`int`): Slots in use.
+
+        Returns:
+            `torch.LongTensor` of shape `(R,)`: Lengths in `[0, caps]`.
+        """
+        confidence = cost = None
+        if draft.confidence_logits is not None:
+            confidence = calibrated_confidence(draft.confidence_logits, self.temperatures)
+        device = draft.tokens.device if self.curve is not None else torch.device("cpu")
+        if self.curve is not None:
+            seconds = self.curve.costs(len(caps), context).target_seconds
+            cost = PaddedCost(torch.tensor(seconds, dtype=torch.double).to(device))
+        active = upload([not ended for ended in finished], device)
+        return self.policy.verification_lengths(Candidates(confidence, upload(caps, device), active, cost))
+
+    def observe(self, tokens: int, active: int, rows: int, width: int, drafted: bool, context: int) -> None:
+        r"""
+        Learn from a finished round.
+
+        Args:
+            tokens (`int`): Tokens that all rows committed.
+            active (`int`): Rows that were unfinished.
+            rows (`int`): Rows of the batch.
+            width (`int`): Longest verification length.
+            drafted (`bool`): Whether it drafted.
+            context (`int`): Slots in use.
+        """
+        if self.curve is None:
+            return
+        if not drafted:
+            self.gate.observe_plain()
+            return
+        costs = self.curve.costs(rows, context)
+        self.gate.observe_draft(
+            tokens, costs.draft_seconds + costs.target_seconds[width], active, costs.target_seconds[0]
+        )

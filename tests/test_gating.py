@@ -1,0 +1,55 @@
+"""The gate: closes on text that drafting does not pay on, tries again, and is not fooled by chance for long."""
+
+import random
+
+from dspark_hf.gating import ENOUGH, FIRST_PAUSE, LONGEST_PAUSE, DraftGate
+
+
+def run(gate: DraftGate, accepted_length, rounds: int, cost=1.6) -> list[bool]:
+    """Rounds of one row; a drafting round takes `cost` plain ones. Returns whether each drafted."""
+    drafted = []
+    for number in range(rounds):
+        drafted.append(gate.is_open)
+        if gate.is_open:
+            gate.observe_draft(accepted_length(number), cost, 1, 1.0)
+        else:
+            gate.observe_plain()
+    return drafted
+
+
+def test_a_drafter_that_pays_is_never_stopped():
+    assert all(run(DraftGate(), lambda _: 3, 200))
+
+
+def test_hopeless_text_is_decoded_plainly_with_a_try_now_and_then():
+    drafted = run(DraftGate(), lambda _: 1, 400)
+    assert drafted[:ENOUGH] == [True] * ENOUGH
+    assert drafted[ENOUGH : ENOUGH + FIRST_PAUSE] == [False] * FIRST_PAUSE
+    assert sum(drafted) < 0.12 * 400
+    last = "".join("d" if d else "-" for d in drafted[-100:]).strip("-")
+    assert "-" * LONGEST_PAUSE in last
+    assert "d" in last
+
+
+def test_text_that_becomes_predictable_is_drafted_again():
+    gate = DraftGate()
+    run(gate, lambda _: 1, 200)
+    drafted = run(gate, lambda _: 5, 200)
+    assert sum(drafted) > 150
+
+
+def test_chance_rarely_closes_the_gate_on_a_drafter_that_pays():
+    generator = random.Random(0)
+    drafted = run(DraftGate(), lambda _: generator.choice([1, 1, 2, 3, 4]), 2000)  # 2.2 on average, for 1.6
+    assert sum(drafted) > 0.95 * 2000
+
+
+def test_costs_and_rows_are_counted():
+    gate = DraftGate()
+    for _ in range(ENOUGH):
+        gate.observe_draft(tokens=8, seconds=3.0, plain_tokens=4, plain_seconds=2.0)  # 2.7 tokens a second against 2
+    assert gate.is_open
+    gate = DraftGate()
+    for _ in range(ENOUGH):
+        gate.observe_draft(tokens=5, seconds=3.0, plain_tokens=4, plain_seconds=2.0)
+    assert not gate.is_open
