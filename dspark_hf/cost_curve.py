@@ -38,6 +38,7 @@ from dspark_hf.drafting import Context, Drafting
 from dspark_hf.host import TargetModel
 from dspark_hf.loading import load_target
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+from dspark_hf.narrow import narrow_linears
 from dspark_hf.reference_pair import default_cache_dir
 from dspark_hf.sampling import Sampler
 from dspark_hf.taps import check_target
@@ -180,7 +181,7 @@ class CostCurve:
         )
 
     def _measure(self, rows: int, bucket: int) -> ForwardCosts:
-        with _quietly(self.target), _passes(self.target, self.drafter, rows, _context(bucket)) as passes:
+        with _quietly(self.target, self.drafter), _passes(self.target, self.drafter, rows, _context(bucket)) as passes:
             times = _time(passes, self.drafter.device, self.clock, f"cost curve, {rows} rows, context {bucket}")
         repeats = min(map(len, times)) - 1
         if repeats < ENOUGH_REPEATS:
@@ -281,10 +282,11 @@ def _device_name(device: torch.device) -> str:
 
 
 @contextmanager
-def _quietly(target: TargetModel) -> Iterator[None]:
+def _quietly(target: TargetModel, drafter: DSparkDraftModel) -> Iterator[None]:
     """Run the target as the loop does; dropout of one in training mode takes nothing from the global random state."""
     devices = {parameter.device for parameter in target.parameters() if parameter.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(devices), target._optimize_model_for_decode():
+    as_in_the_loop = target._optimize_model_for_decode(), narrow_linears(target, drafter)
+    with torch.no_grad(), torch.random.fork_rng(devices), as_in_the_loop[0], as_in_the_loop[1]:
         yield
 
 

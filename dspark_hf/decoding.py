@@ -21,6 +21,7 @@ from dspark_hf.drafting import Context, Drafting, share_with_target
 from dspark_hf.host import TargetModel, cache_argument, was_passed_by_user
 from dspark_hf.metrics import DecodingStatistics, PhaseTimer, RoundRecord
 from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
+from dspark_hf.narrow import narrow_linears
 from dspark_hf.options import check_prompt, read_options
 from dspark_hf.outputs import DSparkGenerateOutput, OutputRecorder
 from dspark_hf.planning import Planner
@@ -119,7 +120,8 @@ class Decoding:
         layer_ids = self.drafter.config.target_layer_ids
         with TapRecorder(self.target, layer_ids, self.drafter.device, self.drafter.dtype) as self.taps:
             self._prefill()
-            with self.target._optimize_model_for_decode():
+            models = (self.target, self.drafter, self.drafting.lm_head)
+            with self.target._optimize_model_for_decode(), narrow_linears(*models):
                 while self._goes_on():
                     if self.sequences.all_finished:
                         self._keep_other_ranks_company()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dspark_hf.caches import SlotCache
@@ -17,17 +16,15 @@ from dspark_hf.host import TargetModel
 from dspark_hf.modeling.modeling_dspark import Choose, DSparkDraft, DSparkDraftModel, draft_attention_mask
 
 
-class BorrowedHead(nn.Module):
+class BorrowedHead(nn.Linear):
     """The rows of the target's head for the tokens that a reduced vocabulary keeps."""
 
     def __init__(self, head: Any, kept: torch.Tensor):
-        super().__init__()
-        self.weight = nn.Parameter(head.weight[kept], requires_grad=False)
         bias = getattr(head, "bias", None)
-        self.bias = None if bias is None else nn.Parameter(bias[kept], requires_grad=False)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden_states, self.weight, self.bias)
+        super().__init__(head.weight.shape[1], len(kept), bias=bias is not None, device="meta")
+        self.weight = nn.Parameter(head.weight[kept], requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias[kept], requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
