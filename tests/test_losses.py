@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.taps import TapRecorder
+from dspark_hf.training import losses as losses_module
 from dspark_hf.training.anchors import Anchors, block_hidden_states, pack_blocks, sample_anchors
 from dspark_hf.training.draft_metrics import DraftMetrics, draft_metrics
 from dspark_hf.training.features import TargetFeatures
@@ -31,6 +32,7 @@ from dspark_hf.training.losses import (
     total_position_weight,
     total_variation,
 )
+from dspark_hf.training.objective import DraftObjective
 from dspark_hf.training.target_head import TargetHead
 
 
@@ -113,6 +115,12 @@ def draft_ids_of(kept, vocab) -> torch.Tensor | None:
     return torch.tensor([kept.index(token) if token in kept else -1 for token in range(vocab)])
 
 
+def label_tokens(blocks) -> torch.Tensor:
+    """Where the labels of the supervised positions come from, in the flattened batch."""
+    row, block, k = blocks.supervised.nonzero(as_tuple=True)
+    return row * blocks.context_position_ids.shape[1] + blocks.label_columns[row, block, k]
+
+
 def close(actual, expected, **tolerance):
     torch.testing.assert_close(actual, expected, **(tolerance or {"atol": TOLERANCE, "rtol": 0}))
 
@@ -140,7 +148,10 @@ def test_every_term_equals_the_reference_implementation(golden):
     close(draft.confidence_logits.view_as(expected)[supervised], expected[supervised])
     head, last_hidden = TargetHead(target), tensors["target_last_hidden_states"]
     features = features_of(head(last_hidden), last_hidden, tensors["context_hidden_states"])
-    labels, expected = aligned_soft_labels(blocks, features, head), tensors["aligned_target_logits"][supervised]
+    labels, expected = (
+        aligned_soft_labels(features, head, label_tokens(blocks)),
+        tensors["aligned_target_logits"][supervised],
+    )
     close(labels.probs, expected.softmax(dim=-1))
     assert torch.equal(labels.best_ids, expected.argmax(dim=-1))
     losses = draft_losses(drafter, blocks, hidden, features, head)
@@ -166,7 +177,7 @@ def test_soft_labels_are_what_the_target_says_at_supervised_positions(family, dr
     target = make_target(family).requires_grad_(False)
     batch = Batch(target, draft_vocab_size=draft_vocab_size)
     blocks, _ = batch.forward()
-    labels = aligned_soft_labels(blocks, batch.features, batch.head)
+    labels = aligned_soft_labels(batch.features, batch.head, label_tokens(blocks))
     batch.logits = target(batch.input_ids, attention_mask=batch.sequence_ids).logits
     expected = soft_labels(batch.label_logits(blocks), batch.drafter.kept_token_ids)
     close(labels.probs, expected.probs, atol=1e-6, rtol=1e-5)
@@ -338,7 +349,8 @@ def test_only_the_drafter_gets_gradients_and_every_part_of_it(target):
     gradients = batch.gradients(batch.losses().total)
     names = [name for name, _ in batch.drafter.named_parameters()]
     assert [n for n, g in zip(names, gradients, strict=True) if g is None or not g.abs().sum() > 0] == []
-    assert not aligned_soft_labels(batch.forward()[0], batch.features, batch.head).probs.requires_grad
+    labels = aligned_soft_labels(batch.features, batch.head, label_tokens(batch.forward()[0]))
+    assert not labels.probs.requires_grad
 
 
 def test_a_position_that_is_not_supervised_changes_nothing(target):
@@ -409,7 +421,59 @@ def test_a_batch_without_supervision_is_refused_unless_its_weight_is_given(targe
         batch.losses(nothing)
     losses = batch.losses(nothing, total_weight=7.0)  # another rank has supervised positions
     assert losses.total == 0
-    assert all(g is None or not g.any() for g in batch.gradients(losses.total))
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 5])
+@pytest.mark.parametrize("case", HEADS)
+def test_chunks_bound_the_logits_and_change_no_number(target, monkeypatch, case, blocks_per_chunk):
+    batch = Batch(target, num_anchors=24, **HEADS[case])
+    blocks, hidden = batch.forward()
+    supervised = blocks.supervised.clone()
+    supervised[0, 2:9] = False  # whole chunks have nothing to learn from
+    blocks, kept = replace(blocks, supervised=supervised), int(blocks.block_keep_mask.sum())
+    sizes = []
+
+    def counted(drafter, hidden_states, *args):
+        sizes.append(len(hidden_states))
+        return teacher_forced_draft(drafter, hidden_states, *args)
+
+    def values_and_gradients():
+        losses = draft_losses(batch.drafter, blocks, hidden, batch.features, batch.head)
+        gradients = torch.autograd.grad(losses.total, [hidden, *heads], retain_graph=True)
+        return [*(getattr(losses, term) for term in TERMS), losses.metrics.stacked(), *gradients]
+
+    monkeypatch.setattr(losses_module, "teacher_forced_draft", counted)
+    heads = [weight for name, weight in batch.drafter.named_parameters() if name.split(".")[0].endswith("_head")]
+    expected = values_and_gradients()
+    assert sizes == [kept]  # one chunk is computed once
+    sizes.clear()
+    config = batch.drafter.config
+    limit = blocks_per_chunk * config.block_size * config.draft_vocab_size
+    monkeypatch.setattr(losses_module, "LOGITS_PER_CHUNK", limit)
+    close(values_and_gradients(), expected, atol=1e-6, rtol=1e-5)
+    assert max(sizes) == blocks_per_chunk
+    assert sum(sizes) == 2 * kept  # each once more in backward
+    sizes.clear()
+    with torch.no_grad():
+        draft_losses(batch.drafter, blocks, hidden, batch.features, batch.head)
+    assert sum(sizes) == kept
+
+
+@pytest.mark.parametrize("reason", ["dummies", "no supervision"])
+@pytest.mark.parametrize("case", [*HEADS, "own embedding and head"])
+def test_every_parameter_gets_a_gradient_where_a_rank_has_nothing_to_learn_from(target, monkeypatch, case, reason):
+    """What DDP waits for."""
+    batch = Batch(target, **HEADS.get(case, {"has_embedding": True, "has_lm_head": True}))
+    objective = DraftObjective(batch.drafter, target, LossConfig())
+    nothing = Anchors(torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.bool))
+    blocks, _ = batch.forward(nothing if reason == "dummies" else None)
+    blocks = replace(blocks, supervised=torch.zeros_like(blocks.supervised))
+    for limit in (losses_module.LOGITS_PER_CHUNK, 1):
+        monkeypatch.setattr(losses_module, "LOGITS_PER_CHUNK", limit)
+        objective.zero_grad()
+        objective(blocks, batch.features, torch.tensor(7.0)).total.backward()
+        missing = [name for name, weight in objective.named_parameters() if weight.grad is None or weight.grad.any()]
+        assert missing == []
 
 
 def test_heads_that_do_not_fit_are_refused(target):

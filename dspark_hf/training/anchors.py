@@ -8,7 +8,8 @@ Each anchor makes one block, its token and mask tokens at positions p, p + 1, ..
 Invariant: block i sees the context strictly before its anchor and itself, nothing else, so packing changes no number.
 
 A row may hold several sequences, one behind the other. `sequence_ids` numbers them from 1, and 0 is padding: an attention
-mask of ones and zeros is the case of one sequence in a row. The masks here are dense, for SDPA.
+mask of ones and zeros is the case of one sequence in a row. The mask is one function of indices: dense for SDPA, in
+tiles for flex attention.
 
 Shape letters: B rows, T columns of a row, N blocks of a row, I input slots of a block, K block size, D hidden size.
 Position k of a block is index `k - 1` in tensors.
@@ -16,11 +17,17 @@ Position k of a block is index `k - 1` in tensors.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dspark_hf.modeling.configuration_dspark import DSparkConfig
-from dspark_hf.modeling.modeling_dspark import DSparkDraftModel, draft_attention_mask
+from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+
+
+Visible = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`visible(row, head, query, key)`: whether a query sees a key, of indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +182,18 @@ def label_columns(blocks: PackedBlocks) -> torch.Tensor:
     return labelled > 0
 
 
+def packed_masks(drafter: DSparkDraftModel, blocks: PackedBlocks) -> dict[str, Any]:
+    """Masks of the packed blocks for each layer type, in the form that the drafter's attention takes."""
+    kind = blocks.input_ids.device.type
+    # On the CPU flex attention has no backward, and torch 2.13 compiles it to code that writes out of bounds.
+    if drafter.config._attn_implementation == "flex_attention" and kind != "cpu":
+        return packed_block_mask(drafter.config, blocks)
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else drafter.dtype
+    return packed_attention_mask(drafter.config, blocks, dtype)
+
+
 def packed_attention_mask(config: DSparkConfig, blocks: PackedBlocks, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     r"""Additive masks of the packed blocks for each layer type.
-
-    Inside a block and over the window of a sliding layer they are those of [`draft_attention_mask`], with positions as
-    slots.
 
     Args:
         config ([`DSparkConfig`]): Gives the layer types, the window and whether a block is causal.
@@ -192,19 +206,65 @@ def packed_attention_mask(config: DSparkConfig, blocks: PackedBlocks, dtype: tor
 
     Source: DSpark section 3.3.
     """
+    rows, queries, keys = _mask_shape(blocks)
+    device = blocks.input_ids.device
+    row, query, key = (torch.arange(size, device=device) for size in (rows, queries, keys))
+    masks = {}
+    for layer_type in set(config.layer_types):
+        seen = packed_visibility(config, blocks, layer_type)(row[:, None, None], None, query[:, None], key)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+        masks[layer_type] = mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+    return masks
+
+
+def packed_block_mask(config: DSparkConfig, blocks: PackedBlocks) -> dict[str, BlockMask]:
+    """The same for flex attention: which tiles of `(N * I, T + N * I)` hold a visible key, for each layer type."""
+    rows, queries, keys = _mask_shape(blocks)
+    masks = {}
+    for layer_type in set(config.layer_types):
+        visible = packed_visibility(config, blocks, layer_type)
+        # Row by row, since torch makes each tile mask from a dense one.
+        of_rows = [
+            create_block_mask(_one_row(visible, row), 1, 1, queries, keys, device=blocks.input_ids.device)
+            for row in range(rows)
+        ]
+        names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+        tiles: Any = {name: torch.cat([getattr(mask, name) for mask in of_rows]) for name in names}
+        masks[layer_type] = BlockMask.from_kv_blocks(**tiles, mask_mod=visible, seq_lengths=(queries, keys))
+    return masks
+
+
+def packed_visibility(config: DSparkConfig, blocks: PackedBlocks, layer_type: str) -> Visible:
+    r"""The mask as a function `visible(row, head, query, key)` of indices, the form that flex attention compiles.
+
+    Inside a block and over the window of a sliding layer it is the mask of drafting (`draft_attention_mask`).
+
+    Args:
+        config ([`DSparkConfig`]): Gives the window and whether a block is causal.
+        blocks ([`PackedBlocks`]): The blocks.
+        layer_type (`str`): Layer type.
+
+    Returns:
+        `Visible`: Takes integer tensors that broadcast, and ignores the head.
+    """
+    # What varies from batch to batch is in tensors: for another captured number flex attention would compile again.
     rows, num_blocks, _ = blocks.visible_context.shape
-    slots = config.num_block_inputs
+    slots, causal = config.num_block_inputs, config.block_is_causal
+    window = config.sliding_window if layer_type == "sliding_attention" else None
     own = torch.eye(num_blocks, dtype=torch.bool, device=blocks.input_ids.device).repeat_interleave(slots, dim=1)
-    valid = torch.cat([blocks.visible_context, own.expand(rows, -1, -1)], dim=2).flatten(0, 1)  # (B * N, T + N * I)
-    keys = torch.cat([blocks.context_position_ids, blocks.position_ids], dim=1)
-    masks = draft_attention_mask(
-        config,
-        blocks.position_ids.view(-1, slots),
-        keys.repeat_interleave(num_blocks, dim=0),
-        dtype,
-        valid,
-    )
-    return {name: mask.reshape(rows, 1, num_blocks * slots, -1) for name, mask in masks.items()}
+    of_block = torch.cat([blocks.visible_context, own.expand(rows, -1, -1)], dim=2)  # (B, N, T + N * I)
+    queries = blocks.position_ids
+    keys = torch.cat([blocks.context_position_ids, queries], dim=1)
+
+    def visible(row: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen = of_block[row, query // slots, key]
+        if causal:
+            seen = seen & (keys[row, key] <= queries[row, query])
+        if window is not None:
+            seen = seen & (keys[row, key] > queries[row, query] - window)
+        return seen
+
+    return visible
 
 
 def block_hidden_states(
@@ -243,16 +303,24 @@ def block_hidden_states(
     # A masked key still takes part in the product of attention with weight 0, and 0 times NaN is NaN.
     unseen = ~blocks.visible_context.any(dim=1)
     context = drafter.project_context(taps.to(drafter.dtype).masked_fill(unseen[..., None], 0.0))
-    kind = taps.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else drafter.dtype
     output = drafter(
         embed(blocks.input_ids),
         context,
         blocks.position_ids,
         blocks.context_position_ids,
-        packed_attention_mask(config, blocks, dtype),
+        packed_masks(drafter, blocks),
     )
     return output.last_hidden_state.unflatten(1, (-1, config.num_block_inputs)).flatten(0, 1)
+
+
+def _mask_shape(blocks: PackedBlocks) -> tuple[int, int, int]:
+    """Rows, queries and keys."""
+    rows, queries = blocks.input_ids.shape
+    return rows, queries, blocks.context_position_ids.shape[1] + queries
+
+
+def _one_row(visible: Visible, row: int) -> Visible:
+    return lambda _row, head, query, key: visible(row, head, query, key)
 
 
 def _sequence_ids(loss_mask: torch.Tensor, sequence_ids: torch.Tensor | None) -> torch.Tensor:

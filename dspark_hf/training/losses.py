@@ -13,18 +13,24 @@ Shape letters: M blocks, I input slots of a block, K block size, S supervised po
 V vocabulary, V_d draft vocabulary, D hidden size. Position k of a block is index `k - 1` in tensors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.training.anchors import PackedBlocks
 from dspark_hf.training.draft_metrics import DraftMetrics, draft_metrics
 from dspark_hf.training.features import TargetFeatures
 from dspark_hf.training.target_head import TargetHead
+
+
+LOGITS_PER_CHUNK = 2**27
+"""Logits that are held at once, 0.5 GB in float32. More are taken in chunks of blocks, and once more in backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,25 +185,24 @@ def teacher_forced_draft(
 
 
 @torch.no_grad()
-def aligned_soft_labels(blocks: PackedBlocks, features: TargetFeatures, head: TargetHead) -> SoftLabels:
+def aligned_soft_labels(features: TargetFeatures, head: TargetHead, tokens: torch.Tensor) -> SoftLabels:
     r"""Soft labels of the supervised positions, and only those.
 
     Args:
-        blocks ([`PackedBlocks`]): The blocks.
-        features ([`TargetFeatures`]): Of the batch, `(B, T, ...)`; p_k comes from the hidden state of x_{k-1}.
+        features ([`TargetFeatures`]): Of the batch, `(B, T, ...)`.
         head ([`TargetHead`]): The target's head, its rows for the draft vocabulary. No temperature and no logits
             processor is applied.
+        tokens (`torch.LongTensor` of shape `(S,)`): Where x_{k-1} is, whose hidden state gives p_k, in the flattened
+            batch `(B * T,)`.
 
     Returns:
-        [`SoftLabels`] of the `S` positions, block after block.
+        [`SoftLabels`] of the `S` positions.
 
     Source: DSpark section 3.3.
     """
-    row, block, position = blocks.supervised.nonzero(as_tuple=True)
-    column = blocks.label_columns[row, block, position]
-    logits = head(features.last_hidden_states[row, column])  # (S, V_d)
-    probs = (logits - features.log_normalizers[row, column, None]).exp()
-    return SoftLabels(probs, features.best_ids[row, column])
+    logits = head(features.last_hidden_states.flatten(0, 1)[tokens])  # (S, V_d)
+    probs = (logits - features.log_normalizers.flatten()[tokens, None]).exp()
+    return SoftLabels(probs, features.best_ids.flatten()[tokens])
 
 
 def total_variation(draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
@@ -283,21 +288,12 @@ def draft_losses(
     Source: DSpark section 3.3, eqs. 8-12.
     """
     config = LossConfig() if config is None else config
-    keep = blocks.block_keep_mask.flatten()  # dummies cost no logits
-    supervised = blocks.supervised.flatten(0, 1)[keep]  # (M, K)
+    supervised = blocks.supervised.flatten(0, 1)  # (B * N, K)
     if total_weight is None:
         if not supervised.any():
             raise ValueError("No position of this batch is supervised: check the loss mask and the anchors.")
         total_weight = total_position_weight(supervised, config.loss_decay)
-    lm_head = head.module if drafter.lm_head is None else None
-    draft = teacher_forced_draft(drafter, hidden_states[keep], blocks.previous_ids.flatten(0, 1)[keep], lm_head)
-    terms = position_losses(
-        draft.logits[supervised],
-        None if draft.confidence_logits is None else draft.confidence_logits[supervised],
-        aligned_soft_labels(blocks, features, head),
-        blocks.target_ids.flatten(0, 1)[keep][supervised],
-        draft_token_ids(drafter),
-    )
+    terms = _batch_terms(drafter, blocks, hidden_states, features, head)
     decayed = position_weights(supervised.shape[1], config.loss_decay, supervised.device)
     weights = decayed.expand_as(supervised)[supervised] / total_weight
     l_ce = (weights * terms.cross_entropy).sum()
@@ -305,6 +301,53 @@ def draft_losses(
     l_conf = (weights * terms.confidence).sum()
     total = config.cross_entropy * l_ce + config.total_variation * l_tv + config.confidence * l_conf
     return DraftLosses(total, l_ce, l_tv, l_conf, draft_metrics(supervised, terms.acceptance_rate, terms.matches))
+
+
+def _batch_terms(
+    drafter: DSparkDraftModel,
+    blocks: PackedBlocks,
+    hidden_states: torch.Tensor,
+    features: TargetFeatures,
+    head: TargetHead,
+) -> PositionLosses:
+    """Terms of all supervised positions, block after block, with no more than `LOGITS_PER_CHUNK` logits at once."""
+    rows, columns = blocks.context_position_ids.shape
+    label_tokens = blocks.label_columns + columns * torch.arange(rows, device=hidden_states.device)[:, None, None]
+    tensors = (blocks.previous_ids, blocks.target_ids, label_tokens, blocks.supervised)
+    keep = blocks.block_keep_mask.flatten()  # dummies cost no logits
+    kept = [hidden_states[keep], *(tensor.flatten(0, 1)[keep] for tensor in tensors)]
+    size = max(1, LOGITS_PER_CHUNK // (drafter.config.block_size * drafter.config.draft_vocab_size))
+    chunks = list(zip(*(tensor.split(size) for tensor in kept), strict=True))
+    terms_of = partial(_chunk_terms, drafter, features, head)
+    if len(chunks) == 1:
+        return terms_of(*chunks[0])
+    parts = [checkpoint(terms_of, *chunk, use_reentrant=False) for chunk in chunks]
+    return PositionLosses(
+        *(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(PositionLosses))
+    )
+
+
+def _chunk_terms(
+    drafter: DSparkDraftModel,
+    features: TargetFeatures,
+    head: TargetHead,
+    hidden_states: torch.Tensor,
+    previous_ids: torch.Tensor,
+    target_ids: torch.Tensor,
+    label_tokens: torch.Tensor,
+    supervised: torch.Tensor,
+) -> PositionLosses:
+    """Terms of some blocks: `hidden_states` `(m, I, D)`, the others `(m, K)`."""
+    draft = teacher_forced_draft(
+        drafter, hidden_states, previous_ids, head.module if drafter.lm_head is None else None
+    )
+    return position_losses(
+        draft.logits[supervised],
+        None if draft.confidence_logits is None else draft.confidence_logits[supervised],
+        aligned_soft_labels(features, head, label_tokens[supervised]),
+        target_ids[supervised],
+        draft_token_ids(drafter),
+    )
 
 
 def draft_token_ids(drafter: DSparkDraftModel) -> torch.Tensor | None:
