@@ -59,7 +59,7 @@ check: lint types test
 test-oldest: $(OLDEST)/bin/.installed
 	$(OLDEST)/bin/python $(DEFAULT_TESTS)
 
-# The reference pair on the CPU, about a minute with the first conversion.
+# The reference pair on the CPU, a minute or two with the first conversion.
 demo: env
 	$(BIN)/python examples/01_generate.py
 
