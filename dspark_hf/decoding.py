@@ -159,7 +159,7 @@ class Decoding:
         self.timer.mark("commit")
 
     def _round(self) -> None:
-        active, context = self._active_rows(), max(self._anchor_slots()) + 1
+        context = max(self._anchor_slots()) + 1
         caps = self._caps() if self.planner.drafts else [0] * len(self.sequences)
         anchors = self.sequences.last_tokens()
         slots = upload(self._anchor_slots(), anchors.device)
@@ -176,7 +176,7 @@ class Decoding:
         counts = [now - then for now, then in zip(self.sequences.lengths, before, strict=True)]
         self._observe(taps, slots, counts)
         self.statistics.add_round(records, confidence_logits)
-        self.planner.observe(sum(counts), active, len(self.sequences), width, max(caps) > 0, context)
+        self.planner.observe(records, len(self.sequences), width, max(caps) > 0, context)
         self._judge_drafter(records)
         self.timer.mark("commit")
 
@@ -237,9 +237,6 @@ class Decoding:
         longest = max(counts)
         columns = slots[:, None] + torch.arange(longest, device=slots.device)
         self.drafting.observe(Context(taps[:, :longest], columns, upload(counts, slots.device)))
-
-    def _active_rows(self) -> int:
-        return sum(not finished for finished in self.sequences.finished)
 
     @property
     def _rows(self) -> range:

@@ -8,9 +8,10 @@ decides about were drawn.
 import torch
 
 from dspark_hf.calibration import calibrated_confidence
-from dspark_hf.cost_curve import CostCurve
+from dspark_hf.cost_curve import CostCurve, ForwardCosts
 from dspark_hf.gating import DraftGate
 from dspark_hf.host import TargetModel
+from dspark_hf.metrics import RoundRecord
 from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
 from dspark_hf.scheduling import Candidates, Policy
 from dspark_hf.transfer import upload
@@ -33,6 +34,7 @@ class Planner:
         self.temperatures = None if temperatures is None else upload(temperatures, drafter.device)
         self.curve = CostCurve.open(target, drafter) if policy.needs_cost else None
         self.gate = DraftGate()
+        self._cost: tuple[ForwardCosts, PaddedCost] | None = None
 
     @property
     def drafts(self) -> bool:
@@ -52,23 +54,23 @@ class Planner:
         Returns:
             `torch.LongTensor` of shape `(R,)`: Lengths in `[0, caps]`.
         """
-        confidence = cost = None
+        confidence = None
         if draft.confidence_logits is not None:
             confidence = calibrated_confidence(draft.confidence_logits, self.temperatures)
-        device = draft.tokens.device if self.curve is not None else torch.device("cpu")
-        if self.curve is not None:
-            seconds = self.curve.costs(len(caps), context).target_seconds
-            cost = PaddedCost(torch.tensor(seconds, dtype=torch.double).to(device))
+        if self.curve is None:
+            device, cost = torch.device("cpu"), None
+        else:
+            device = draft.tokens.device
+            cost = self._cost_on(device, self.curve.costs(len(caps), context))
         active = upload([not ended for ended in finished], device)
         return self.policy.verification_lengths(Candidates(confidence, upload(caps, device), active, cost))
 
-    def observe(self, tokens: int, active: int, rows: int, width: int, drafted: bool, context: int) -> None:
+    def observe(self, records: list[RoundRecord], rows: int, width: int, drafted: bool, context: int) -> None:
         r"""
         Learn from a finished round.
 
         Args:
-            tokens (`int`): Tokens that all rows committed.
-            active (`int`): Rows that were unfinished.
+            records (`list[RoundRecord]`): What each unfinished row did.
             rows (`int`): Rows of the batch.
             width (`int`): Longest verification length.
             drafted (`bool`): Whether it drafted.
@@ -80,6 +82,13 @@ class Planner:
             self.gate.observe_plain()
             return
         costs = self.curve.costs(rows, context)
-        self.gate.observe_draft(
-            tokens, costs.draft_seconds + costs.target_seconds[width], active, costs.target_seconds[0]
-        )
+        tokens = sum(record.committed for record in records)
+        seconds = costs.draft_seconds + costs.target_seconds[width]
+        self.gate.observe_draft(tokens, seconds, len(records), costs.target_seconds[0])
+
+    def _cost_on(self, device: torch.device, costs: ForwardCosts) -> PaddedCost:
+        """The verifier's cost on a device, brought there once for each entry of the curve."""
+        if self._cost is None or self._cost[0] is not costs:
+            seconds = torch.tensor(costs.target_seconds, dtype=torch.double).to(device)
+            self._cost = (costs, PaddedCost(seconds))
+        return self._cost[1]

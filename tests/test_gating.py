@@ -2,6 +2,9 @@
 
 import random
 
+from conftest import left_padded, make_drafter, make_target
+from transformers import LogitsProcessor
+
 from dspark_hf.gating import ENOUGH, FIRST_PAUSE, LONGEST_PAUSE, DraftGate
 
 
@@ -53,3 +56,33 @@ def test_costs_and_rows_are_counted():
     for _ in range(ENOUGH):
         gate.observe_draft(tokens=5, seconds=3.0, plain_tokens=4, plain_seconds=2.0)
     assert not gate.is_open
+
+
+def test_padding_of_rows_that_ended_is_no_gain(monkeypatch):
+    """The user's own processor keeps all rows at one length, so rows that ended go on as padding."""
+    target = make_target(eos_token_id=None)
+    drafter, prompt = make_drafter(target), left_padded([3, 6, 5])
+    drafter.generation_config.num_assistant_tokens_schedule = "throughput"
+    plain = target.generate(**prompt, max_new_tokens=24, do_sample=False)
+    end = int(plain[0, prompt["input_ids"].shape[1] + 2])  # the first row ends early
+    seen = []
+    monkeypatch.setattr(DraftGate, "observe_draft", lambda self, tokens, s, rows, p: seen.append((tokens, rows)))
+    output = target.generate(
+        **prompt,
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=end,
+        assistant_model=drafter,
+        logits_processor=[Untouched()],
+        return_dict_in_generate=True,
+    )
+    records = output.statistics.records
+    assert any(rows < 3 for _, rows in seen)
+    assert sum(rows for _, rows in seen) <= len(records)
+    assert all(tokens % rows == 0 for tokens, rows in seen)  # one length: each unfinished row took as many
+    assert sum(tokens for tokens, _ in seen) <= sum(record.committed for record in records)
+
+
+class Untouched(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
