@@ -285,8 +285,12 @@ def _device_name(device: torch.device) -> str:
 def _quietly(target: TargetModel, drafter: DSparkDraftModel) -> Iterator[None]:
     """Run the target as the loop does; dropout of one in training mode takes nothing from the global random state."""
     devices = {parameter.device for parameter in target.parameters() if parameter.device.type == "cuda"}
-    as_in_the_loop = target._optimize_model_for_decode(), narrow_linears(target, drafter)
-    with torch.no_grad(), torch.random.fork_rng(devices), as_in_the_loop[0], as_in_the_loop[1]:
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices),
+        target._optimize_model_for_decode(),
+        narrow_linears(target, drafter),
+    ):
         yield
 
 

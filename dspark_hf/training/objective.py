@@ -30,10 +30,8 @@ class DraftObjective(nn.Module):
         self.drafter = drafter
         self.loss_config = loss_config
         embed_tokens = None if drafter.config.has_embedding else target.get_input_embeddings()
-        self._lent = (
-            embed_tokens,
-            TargetHead(target, drafter.kept_token_ids),
-        )  # a tuple, so that they stay unregistered
+        # A tuple, so that they stay unregistered.
+        self._lent = (embed_tokens, TargetHead(target, drafter.kept_token_ids))
 
     def forward(self, blocks: PackedBlocks, features: TargetFeatures, total_weight: torch.Tensor) -> DraftLosses:
         r"""

@@ -58,10 +58,9 @@ class DSparkTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Without one the order of a resumed run would hang on what drew random numbers before it.
         if self.data_seed is None:
-            self.data_seed = (
-                self.seed
-            )  # or the order of a resumed run would hang on what drew random numbers before it
+            self.data_seed = self.seed
 
     @property
     def loss_config(self) -> LossConfig:
