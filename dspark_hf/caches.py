@@ -3,21 +3,33 @@
 The token in column i of the batch lives in slot i. Every forward says which slots it writes; what a round rejected is
 overwritten before any mask lets it be seen, so a round copies, crops and compacts nothing. Rows advance at their own pace.
 The last slot of the buffer is a bin for keys that no row may see.
+
+Recurrent states have no slots. The cache holds a copy of them; keeping them right is the work of `recurrent.py`.
 """
 
+import copy
 from typing import Any
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 
 BUCKET = 256
-HOST_LAYERS = (
-    cache_utils.DynamicLayer,
-    cache_utils.DynamicSlidingWindowLayer,
-    cache_utils.StaticLayer,
-    cache_utils.StaticSlidingWindowLayer,
+# The oldest releases of transformers have no layer without any states, and no static one with both kinds.
+HOST_LAYERS = tuple(
+    getattr(cache_utils, name)
+    for name in (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "StaticLayer",
+        "StaticSlidingWindowLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndStaticFullAttentionLayer",
+        "DummyLayer",
+    )
+    if hasattr(cache_utils, name)
 )
 
 
@@ -68,6 +80,18 @@ class SlotLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.24
 
 
+# The two bases initialise different things under one name; states are copied, so theirs is never called.
+class RecurrentSlotLayer(SlotLayer, LinearAttentionLayer):  # type: ignore[misc]
+    """A layer with a copy of a host layer's recurrent states, and with slots if it has keys and values as well."""
+
+    def __init__(self, cache: "SlotCache", host: LinearAttentionLayer):
+        super().__init__(cache)
+        own = set(vars(self))
+        for name, value in vars(host).items():  # releases of transformers keep the states under different names
+            if name not in own:
+                setattr(self, name, copy.deepcopy(value))
+
+
 class SlotCache(Cache):
     r"""
     A cache whose forwards write to given slots.
@@ -89,6 +113,11 @@ class SlotCache(Cache):
         """The slot for keys that must not be seen."""
         return self.capacity - 1
 
+    @property
+    def recurrent_states(self) -> list[torch.Tensor]:
+        """The recurrent states, `(B, ...)` each; forwards update them in place."""
+        return [state for layer in self.layers for state in _states(layer)]
+
     def prepare(self, slots: torch.Tensor, used: int) -> None:
         """Set where the next forward writes, `slots` `(B, N)`, and that attention reads slots 0 to `used` - 1."""
         self.reserve(used)
@@ -107,7 +136,12 @@ class SlotCache(Cache):
         """Copy the first `columns` columns of a cache of transformers; its sliding layers have only the last ones."""
         self.reserve(columns)
         self.used = columns
-        for mine, theirs in zip(self.layers, host.layers, strict=True):
+        for index, theirs in enumerate(host.layers):
+            if isinstance(theirs, LinearAttentionLayer):
+                self.layers[index] = RecurrentSlotLayer(self, theirs)
+            if getattr(theirs, "keys", None) is None:
+                continue
+            mine = self.layers[index]
             stored = min(columns, theirs.keys.shape[2])
             # A static buffer is filled from its start, a dynamic one holds nothing but what it has seen.
             start = 0 if isinstance(theirs, cache_utils.StaticLayer) else theirs.keys.shape[2] - stored
@@ -119,6 +153,10 @@ class SlotCache(Cache):
     def write_host(self, host: Any, columns: int) -> None:
         """Bring a cache that [`read_host`] read up to `columns` columns, in its own layout."""
         for mine, theirs in zip(self.layers, host.layers, strict=True):
+            for own, state in zip(_states(mine), _states(theirs), strict=True):
+                state.copy_(own)
+            if mine.keys is None:
+                continue
             keys, values = mine.keys[:, :, :columns], mine.values[:, :, :columns]
             is_static = isinstance(theirs, cache_utils.StaticLayer)
             if is_static:
@@ -143,13 +181,24 @@ def check_host_cache(cache: Cache | None) -> None:
             f"DSpark needs a `Cache` with layers, got {type(cache).__name__}. Call generate() without `assistant_model` "
             "for this target."
         )
-    unknown = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in HOST_LAYERS})
-    if unknown or getattr(cache, "offloading", False):
-        what = ", ".join(unknown) or "offloaded layers"
+    unknown = {type(layer).__name__ for layer in cache.layers if type(layer) not in HOST_LAYERS}
+    if getattr(cache, "offloading", False):
+        unknown.add("offloaded layers")
+    # Sliding layers that keep more than their window are read all the same.
+    if any(getattr(layer, "record_past", False) and isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
+        unknown.add("recurrent layers that record their past")
+    if unknown:
         raise NotImplementedError(
-            f"DSpark cannot roll back or copy a cache with {what} (recurrent states, quantised or offloaded caches). Use "
-            "the default cache, or call generate() without `assistant_model` for this target."
+            f"DSpark cannot roll back or copy a cache with {', '.join(sorted(unknown))}. Use the default cache, or call "
+            "generate() without `assistant_model` for this target."
         )
+
+
+def _states(layer: Any) -> list[torch.Tensor]:
+    """A layer's recurrent states: one tensor of a kind, or a dictionary of them since transformers 5.24."""
+    found = [getattr(layer, name, None) for name in ("conv_states", "recurrent_states")]
+    tensors = [state for states in found for state in (states.values() if isinstance(states, dict) else [states])]
+    return [state for state in tensors if state is not None]
 
 
 def _zeros_like(states: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -39,6 +39,7 @@ from dspark_hf.host import TargetModel
 from dspark_hf.loading import load_target
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.narrow import narrow_linears
+from dspark_hf.recurrent import has_recurrent_states
 from dspark_hf.reference_pair import default_cache_dir
 from dspark_hf.sampling import Sampler
 from dspark_hf.taps import check_target
@@ -106,7 +107,16 @@ class CostCurve:
             folder (`Path`, *optional*): Where curves are kept. Defaults to `cost_curves` in the package's cache folder, see
                 `reference_pair.default_cache_dir`.
             clock (`Clock`, *optional*): Gives the time in seconds.
+
+        Raises:
+            NotImplementedError: If the target has recurrent states: a rejection then costs a replay, which a curve of single
+                forwards does not know.
         """
+        if has_recurrent_states(target.config.get_text_config(decoder=True)):
+            raise NotImplementedError(
+                f"{type(target).__name__} keeps recurrent states, so a rejected draft token costs another forward, which the "
+                "throughput policies do not weigh. Set num_assistant_tokens_schedule to 'constant' or 'threshold'."
+            )
         key = curve_key(target, drafter)
         folder = default_cache_dir() / "cost_curves" if folder is None else folder
         return cls(target, drafter, key, folder / f"{_digest(json.dumps(key, sort_keys=True))}.json", clock)
@@ -308,7 +318,9 @@ def _passes(
     prompt_mask = torch.ones(rows, context, dtype=torch.bool, device=device)
     # Positions start at 0 whatever the context is: tables of learned ones and dynamic frequencies are left in peace.
     kwargs = {"position_ids": torch.full((rows, 1), -1, device=device), "use_cache": True}
-    verifier = Verifier(target, SlotCache(config.num_target_layers), prompt_mask, kwargs)
+    verifier = Verifier(
+        target, SlotCache(target.config.get_text_config(decoder=True).num_hidden_layers), prompt_mask, kwargs
+    )
     drafting = Drafting(drafter, target, prompt_mask, 0)
     width_of_taps = len(config.target_layer_ids) * config.target_hidden_size
     taps = torch.randn(rows, widest, width_of_taps, generator=generator, device=device, dtype=drafter.dtype)

@@ -6,8 +6,6 @@ the acceptance rule lets through and a token of the target's own, the next ancho
 text is the target's: only the number of rounds depends on the drafter.
 """
 
-import logging
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +15,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from dspark_hf.caches import SlotCache, check_host_cache
 from dspark_hf.committing import BlockCommitter, Committer, StepCommitter
-from dspark_hf.drafting import Context, Drafting, share_with_target
-from dspark_hf.host import TargetModel, cache_argument, was_passed_by_user
+from dspark_hf.drafting import Context, Drafting, check_lending, share_with_target
+from dspark_hf.host import TargetModel, cache_argument, skips_prompt, was_passed_by_user
+from dspark_hf.judging import DrafterJudge
 from dspark_hf.metrics import DecodingStatistics, PhaseTimer, RoundRecord
 from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
 from dspark_hf.narrow import narrow_linears
@@ -26,9 +25,10 @@ from dspark_hf.options import check_prompt, read_options
 from dspark_hf.outputs import DSparkGenerateOutput, OutputRecorder
 from dspark_hf.planning import Planner
 from dspark_hf.processors import Processors, check_processors
+from dspark_hf.recurrent import check_ranks
 from dspark_hf.sampling import Sampler
 from dspark_hf.sequences import Sequences, StopRules
-from dspark_hf.taps import TapRecorder
+from dspark_hf.taps import TapRecorder, tapped_layers
 from dspark_hf.transfer import upload
 from dspark_hf.verification import (
     Verification,
@@ -38,14 +38,6 @@ from dspark_hf.verification import (
     check_rotary_length,
     learned_positions,
 )
-
-
-logger = logging.getLogger(__name__)
-
-# Rounds to see before judging a drafter, and the share of accepted first tokens below which it cannot belong to its target.
-ROUNDS_BEFORE_JUDGING = 48
-HOPELESS_ACCEPTANCE = 0.05
-_first_rounds: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, list[bool]]] = weakref.WeakKeyDictionary()
 
 
 class Decoding:
@@ -89,15 +81,19 @@ class Decoding:
         check_positions(prompt_positions, self.position_limit)
         check_processors(logits_processor)
         check_host_cache(model_kwargs.get(cache_argument()))
+        check_ranks(target, synced_gpus)
         self.host_cache: Any = model_kwargs[cache_argument()]
         self.options = read_options(drafter, generation_config)
+        check_lending(drafter, target)
         share_with_target(drafter, target)
+        self.judge = DrafterJudge(drafter, target)
         self.planner = Planner(self.options.policy, target, drafter)
         self.sampler = Sampler(bool(generation_config.do_sample))
         self.processors = Processors(logits_processor)
         self.draft_processors = Processors(logits_processor, only_stateless=True)
         # Where processors mask every token of a reduced vocabulary, the draft ends: no distribution, so NaN.
-        self.draft_may_end = drafter.kept_token_ids is not None and len(self.draft_processors) > 0
+        self.vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        self.draft_may_end = drafter.config.draft_vocab_size < self.vocab_size and len(self.draft_processors) > 0
         stop = StopRules(stopping_criteria, input_ids.device)
         self.sequences = Sequences(input_ids, stop, generation_config._pad_token_tensor)
         check_rotary_length(target, prompt_positions + self.sequences.tokens_left(0))
@@ -117,7 +113,7 @@ class Decoding:
             RuntimeError: If processed scores give no distribution, or the target bypasses the hooks on its layers.
         """
         self.timer = PhaseTimer(self.sequences.tokens.device)
-        layer_ids = self.drafter.config.target_layer_ids
+        layer_ids = tapped_layers(self.drafter.config, self.target)
         with TapRecorder(self.target, layer_ids, self.drafter.device, self.drafter.dtype) as self.taps:
             self._prefill()
             models = (self.target, self.drafter, self.drafting.lm_head)
@@ -135,6 +131,8 @@ class Decoding:
     def _prefill(self) -> None:
         """Run the prompt as the host does, take over its cache and commit the first token of every row."""
         mask = self.model_kwargs.get("attention_mask")
+        if skips_prompt(self.target):  # the drafter reads taps of the whole prompt
+            self.model_kwargs["logits_to_keep"] = torch.tensor([-1], device=self.sequences.tokens.device)
         outputs = self.target._prefill(self.sequences.tokens, self.generation_config, self.model_kwargs)
         self.host_cache = outputs[cache_argument()]
         taps = self.taps.take()
@@ -149,7 +147,7 @@ class Decoding:
         self.prompt_columns = columns
         self.verifier = Verifier(self.target, cache, prompt_mask, self.model_kwargs)
         first = columns - taps.shape[1]
-        self.drafting = Drafting(self.drafter, self.target, prompt_mask, first)
+        self.drafting = Drafting(self.drafter, self.target, prompt_mask, first, self.judge)
         slots = torch.arange(first, columns, device=device).expand(rows, -1)
         self.drafting.observe(Context(taps, slots, torch.full((rows,), taps.shape[1], device=device)))
         self.commit = self._committer()
@@ -177,8 +175,18 @@ class Decoding:
         self._observe(taps, slots, counts)
         self.statistics.add_round(records, confidence_logits)
         self.planner.observe(records, len(self.sequences), width, max(caps) > 0, context)
-        self._judge_drafter(records)
+        self._judge_drafter(records, before)
         self.timer.mark("commit")
+        self._keep(counts)
+
+    def _keep(self, counts: list[int]) -> None:
+        """Let the target's recurrent states, if it has any, follow the text, unless nobody will read them again."""
+        if self.verifier.recurrent is None or (self.sequences.all_finished and not self._cache_is_kept()):
+            return
+        replays = self.verifier.keep(counts)
+        self.statistics.target_forwards += replays
+        self.statistics.replays += replays
+        self.timer.mark("verify")
 
     def _keep_other_ranks_company(self) -> None:
         """Under `synced_gpus` every rank runs a target forward a round until all are done."""
@@ -256,10 +264,9 @@ class Decoding:
 
     def _no_draft(self) -> DSparkDraft:
         rows, device = len(self.sequences), self.sequences.tokens.device
-        vocab = self.drafter.config.vocab_size
         return DSparkDraft(
             tokens=torch.zeros(rows, 0, dtype=torch.long, device=device),
-            probs=torch.zeros(rows, 0, vocab, device=device),
+            probs=torch.zeros(rows, 0, self.vocab_size, device=device),
         )
 
     def _committer(self) -> Committer:
@@ -277,19 +284,17 @@ class Decoding:
             self.sequences.all_finished, self.synced_gpus, device=self.sequences.tokens.device
         )
 
-    def _judge_drafter(self, records: list[RoundRecord]) -> None:
-        """Warn once, over all calls, when a drafter of the right shape accepts next to nothing."""
-        first = _first_rounds.setdefault(self.drafter, weakref.WeakKeyDictionary()).setdefault(self.target, [])
-        if len(first) >= ROUNDS_BEFORE_JUDGING:
-            return
-        first += [record.accepted > 0 for record in records if record.verified > 0]
-        if len(first) >= ROUNDS_BEFORE_JUDGING and sum(first) < HOPELESS_ACCEPTANCE * len(first):
-            logger.warning(
-                "The drafter's first token was accepted in %d of its first %d rounds. The output is right, but slow: the "
-                "drafter was probably trained for another target's weights.",
-                sum(first),
-                len(first),
-            )
+    def _judge_drafter(self, records: list[RoundRecord], before: list[int]) -> None:
+        """Show a round's outcome to the judge: reading the tokens waits for the device, in the first rounds alone."""
+        next_tokens: list[int | None] = [None] * len(self.sequences)
+        if self.judge.watches_slots:
+            columns = upload(before, self.sequences.tokens.device)[:, None]
+            first = self.sequences.tokens.gather(1, columns.clamp(max=self.sequences.tokens.shape[1] - 1))[
+                :, 0
+            ].tolist()
+            for record in records:
+                next_tokens[record.row] = first[record.row] if record.committed else None
+        self.judge.observe([record.accepted > 0 for record in records if record.verified > 0], next_tokens)
 
     def _return_cache(self) -> None:
         """Bring the host's cache up to date, in its own layout, if anybody will see it again."""
@@ -299,6 +304,7 @@ class Decoding:
         behind = [longest - generated for generated in self.sequences.generated]
         if any(behind) or self.synced_gpus:  # ranks must run the same forwards
             self._run_padding([max(1, columns) for columns in behind])
+            self.verifier.keep(behind)
         self.verifier.cache.write_host(self.host_cache, self.prompt_columns + longest - 1)
 
     def _cache_is_kept(self) -> bool:

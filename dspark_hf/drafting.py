@@ -13,6 +13,7 @@ from torch import nn
 
 from dspark_hf.caches import SlotCache
 from dspark_hf.host import TargetModel
+from dspark_hf.judging import DrafterJudge
 from dspark_hf.modeling.modeling_dspark import Choose, DSparkDraft, DSparkDraftModel, draft_attention_mask
 
 
@@ -53,12 +54,22 @@ class Drafting:
         prompt_mask (`torch.BoolTensor` of shape `(R, P)`): False for padding; P is the number of columns in the target's
             cache after prefill.
         first_slot (`int`): First column whose taps are known; earlier ones were in a cache that the user passed.
+        judge ([`DrafterJudge`], *optional*): Looks at the first blocks.
     """
 
-    def __init__(self, drafter: DSparkDraftModel, target: TargetModel, prompt_mask: torch.Tensor, first_slot: int):
+    def __init__(
+        self,
+        drafter: DSparkDraftModel,
+        target: TargetModel,
+        prompt_mask: torch.Tensor,
+        first_slot: int,
+        judge: DrafterJudge | None = None,
+    ):
         self.drafter = drafter
-        self.embed_tokens = drafter.embed_tokens if drafter.config.has_embedding else target.get_input_embeddings()
+        self.judge = judge
+        self.embed_tokens = None if drafter.config.has_embedding else target.get_input_embeddings()
         self.lm_head = drafter.lm_head if drafter.config.has_lm_head else _borrow_head(drafter, target)
+        self.vocab_size = target.config.get_text_config(decoder=True).vocab_size
         self.cache = SlotCache(drafter.config.num_hidden_layers)
         self.visible = prompt_mask.clone()
         self.visible[:, :first_slot] = False
@@ -87,6 +98,7 @@ class Drafting:
             [`DSparkDraft`] of `num_tokens` tokens for each row.
         """
         config = self.drafter.config
+        anchor = anchor.clamp(max=config.vocab_size - 1)  # a padded target may write what the drafter has no row for
         block_slots = slots[:, None] + torch.arange(config.num_block_inputs, device=slots.device)
         self.cache.reserve(used)  # first, since growing moves the bin
         taps, context_slots, positions = self._read_context()
@@ -96,14 +108,17 @@ class Drafting:
         valid = torch.cat([known, known.new_ones(known.shape[0], used - known.shape[1])], dim=1)
         masks = draft_attention_mask(config, block_slots, keys, self.drafter.dtype, valid)
         hidden = self.drafter(
-            self.embed_tokens(self.drafter.block_input_ids(anchor)),
+            # A sharded target may keep its embedding on another device than its head.
+            self.drafter.embed(self.drafter.block_input_ids(anchor), self.embed_tokens).to(self.drafter.device),
             self.drafter.project_context(taps),
             self._positions(block_slots),
             positions,
             masks,
             self.cache,
         ).last_hidden_state
-        return self.drafter.draft(hidden, anchor, choose, num_tokens, self.lm_head)
+        if self.judge is not None and self.judge.watches_slots:
+            self.judge.look(hidden, anchor, self.lm_head)
+        return self.drafter.draft(hidden, anchor, choose, num_tokens, self.lm_head, self.vocab_size)
 
     def _read_context(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Unread taps with their slots and positions; what was not committed goes to the cache's bin."""
@@ -140,7 +155,7 @@ def share_with_target(drafter: DSparkDraftModel, target: TargetModel) -> None:
         (drafter.lm_head, target.get_output_embeddings()),
     ]
     for own, lent in pairs:
-        if own is None or not isinstance(getattr(lent, "weight", None), torch.Tensor):
+        if own is None or not is_plain(lent):
             continue
         alike = [own.weight.shape, own.weight.dtype, own.weight.device] == [
             lent.weight.shape,
@@ -155,15 +170,50 @@ def share_with_target(drafter: DSparkDraftModel, target: TargetModel) -> None:
 _compared_with: weakref.WeakKeyDictionary[DSparkDraftModel, weakref.ref] = weakref.WeakKeyDictionary()
 
 
-def _borrow_head(drafter: DSparkDraftModel, target: TargetModel) -> nn.Module:
-    """The target's head, or its rows for a reduced vocabulary; `NotImplementedError` when those cannot be taken."""
-    head = target.get_output_embeddings()
-    kept = drafter.kept_token_ids
-    if kept is None:
-        return head
-    if not isinstance(getattr(head, "weight", None), torch.Tensor) or not head.weight.is_floating_point():
+def is_plain(module: Any) -> bool:
+    """Whether a module's weight is an ordinary parameter: not packed, and no quantised tensor that passes for one."""
+    weight = getattr(module, "weight", None)
+    return type(weight) is nn.Parameter and weight.is_floating_point()
+
+
+def check_lending(drafter: DSparkDraftModel, target: TargetModel) -> None:
+    r"""
+    Check, before any forward, that the target can lend its embedding and head in the way the drafter reads them.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): The drafter.
+        target (`PreTrainedModel`): The target.
+
+    Raises:
+        NotImplementedError: If the drafter takes rows of a weight that is quantised or not at hand.
+    """
+    config = drafter.config
+    takes_rows = not config.has_lm_head and _borrowed_rows(drafter, target) is not None
+    if takes_rows and not is_plain(target.get_output_embeddings()):
         raise NotImplementedError(
-            "A drafter with a reduced vocabulary takes rows of the target's head, which cannot be done with a quantised head. "
-            "Load the target with its head in full precision, or use a drafter that has a head of its own."
+            "A drafter with fewer tokens than its target takes rows of the target's head, which cannot be done with a quantised "
+            "head. Load the target with its head in full precision, or use a drafter that has a head of its own."
         )
-    return BorrowedHead(head, kept)
+    embedding: Any = target.get_input_embeddings()
+    scales_rows = not config.has_embedding and config.embedding_scale is not None
+    if scales_rows and not (is_plain(embedding) and embedding.weight.device == drafter.device):
+        raise NotImplementedError(
+            "This drafter scales rows of the target's embedding itself, which cannot be done with one that is quantised, "
+            "offloaded or on another device than the drafter. Load the target with its embedding in full precision, beside its "
+            "head."
+        )
+
+
+def _borrowed_rows(drafter: DSparkDraftModel, target: TargetModel) -> torch.Tensor | None:
+    """The rows `(V_d,)` of the target's head that a drafter without a head takes, `None` for the whole of it."""
+    kept = drafter.kept_token_ids
+    if kept is None and drafter.config.vocab_size < target.config.get_text_config(decoder=True).vocab_size:
+        kept = torch.arange(drafter.config.vocab_size, device=drafter.device)
+    return kept
+
+
+def _borrow_head(drafter: DSparkDraftModel, target: TargetModel) -> nn.Module:
+    """The target's head, or its rows for a reduced vocabulary."""
+    head = target.get_output_embeddings()
+    kept = _borrowed_rows(drafter, target)
+    return head if kept is None else BorrowedHead(head, kept)

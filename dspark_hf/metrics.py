@@ -43,13 +43,15 @@ class DecodingStatistics:
     Args:
         block_size (`int`): γ of the drafter.
         records (`list[RoundRecord]`): One entry for each unfinished row of each round.
-        target_forwards (`int`): Target forwards after prefill.
+        target_forwards (`int`): Target forwards after prefill, replays included.
+        replays (`int`): Target forwards that ran accepted tokens once more, for the recurrent states of hybrid targets.
         seconds (`dict[str, float]`): Seconds by phase, see `PHASES`.
     """
 
     block_size: int
     records: list[RoundRecord] = field(default_factory=list)
     target_forwards: int = 0
+    replays: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def add_round(self, records: list[RoundRecord], confidence_logits: torch.Tensor | None) -> None:

@@ -43,6 +43,7 @@ def is_slow(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
+        and type(module.weight) is nn.Parameter  # not a quantised tensor that passes for float32, as torchao's
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.float32
         and "AVX512" not in torch.backends.cpu.get_cpu_capability()

@@ -1,7 +1,8 @@
 """Taps: hidden states of target layers, read by forward hooks while the target runs.
 
 Hooks see the raw output of a layer on every release of transformers, which `output_hidden_states` does not: there the
-last entry is normed, and the meaning of a list changed between releases. Tap -1 is the input of the first layer.
+last entry is normed, and the meaning of a list changed between releases. Tap -1 is the input of the first layer, tap -2
+what the decoder returns, after its final norm.
 """
 
 import itertools
@@ -12,14 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from dspark_hf.host import TargetModel
-from dspark_hf.modeling.configuration_dspark import DSparkConfig
+from dspark_hf.modeling.configuration_dspark import EMBEDDING, FINAL_NORM, DSparkConfig
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 
 
 DRAFTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYER_LIST_NAMES = ("layers", "h", "blocks")
+MOST_PADDING = 1024
+"""Rows that a target's vocabulary may have beyond the drafter's: what padding to a multiple or added tokens come to."""
 
 
 def decoder_layers(target: TargetModel) -> nn.ModuleList:
@@ -39,18 +43,25 @@ def decoder_layers(target: TargetModel) -> nn.ModuleList:
     )
 
 
+def tapped_layers(config: DSparkConfig, target: TargetModel) -> list[int]:
+    """The drafter's `target_layer_ids` on this target, with -2 for a last layer that is to be read after the final norm."""
+    last = len(decoder_layers(target)) - 1
+    return [FINAL_NORM if config.normed_last_tap and i == last else i for i in config.target_layer_ids]
+
+
 class TapRecorder:
     r"""
     Records the taps of every target forward inside a `with` block, but for those of other threads.
 
     Args:
         target (`PreTrainedModel`): The model to read.
-        layer_ids (`list[int]`): Layers to tap, -1 for the embedding output.
+        layer_ids (`list[int]`): Layers to tap, -1 for the embedding output, -2 for the final norm's.
         device (`torch.device`): Where the taps are needed.
         dtype (`torch.dtype`): What they are cast to.
     """
 
     def __init__(self, target: TargetModel, layer_ids: list[int], device: torch.device, dtype: torch.dtype):
+        self.decoder = target.get_decoder()
         self.layers = decoder_layers(target)
         self.layer_ids = layer_ids
         self.device = device
@@ -61,10 +72,11 @@ class TapRecorder:
 
     def __enter__(self) -> "TapRecorder":
         for layer_id in self._recorded:
-            if layer_id == -1:
+            if layer_id == EMBEDDING:
                 handle = self.layers[0].register_forward_pre_hook(self._record_input, with_kwargs=True)
             else:
-                handle = self.layers[layer_id].register_forward_hook(self._output_hook(layer_id))
+                module = self.decoder if layer_id == FINAL_NORM else self.layers[layer_id]
+                handle = module.register_forward_hook(self._output_hook(layer_id))
             self._handles.append(handle)
         return self
 
@@ -96,12 +108,13 @@ class TapRecorder:
 
     def _output_hook(self, layer_id: int) -> Callable[[nn.Module, tuple, Any], None]:
         def record(_module: nn.Module, _args: tuple, output: Any) -> None:
-            self._record(layer_id, output[0] if isinstance(output, tuple) else output)
+            # A decoder returns a `ModelOutput`, a layer a tensor or, before transformers 5, a tuple.
+            self._record(layer_id, output if isinstance(output, torch.Tensor) else output[0])
 
         return record
 
     def _record_input(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._record(-1, args[0] if args else kwargs["hidden_states"])
+        self._record(EMBEDDING, args[0] if args else kwargs["hidden_states"])
 
     def _record(self, layer_id: int, hidden_states: torch.Tensor) -> None:
         if threading.get_ident() == self._thread:
@@ -113,37 +126,61 @@ def check_target(drafter: DSparkDraftModel, target: TargetModel) -> None:
     Check that a drafter was made for targets of this shape.
 
     Raises:
-        ValueError: If width, depth or vocabulary differ, or the two are on devices that cannot meet; the message names
-            both sides.
+        ValueError: If width, depth or vocabulary differ (the target's vocabulary may be padded), or the two are on devices
+            that cannot meet; the message names both sides.
     """
-    config: DSparkConfig = drafter.config
-    text = target.config.get_text_config(decoder=True)
-    pairs = [
-        ("hidden size", config.target_hidden_size, text.hidden_size),
-        ("number of layers", config.num_target_layers, text.num_hidden_layers),
-        ("vocabulary size", config.vocab_size, text.vocab_size),
-    ]
-    differences = [f"{name} {expected} (the target has {got})" for name, expected, got in pairs if expected != got]
-    if differences:
-        made_for = f" ({config.target_model_type})" if config.target_model_type else ""
-        raise ValueError(
-            f"This drafter was made for another target{made_for}: it expects {', '.join(differences)}. Load the drafter "
-            f"that was trained for {text.model_type!r} of this size."
-        )
+    check_shape(drafter.config, target.config)
     if drafter.dtype not in DRAFTER_DTYPES:
         raise ValueError(
             f"The drafter is in {drafter.dtype}, which cannot meet the target's {target.dtype}. Load it with dtype='auto', "
             "or call drafter.to(target.dtype)."
         )
     head = target.get_output_embeddings()
-    head_device = next(itertools.chain(head.parameters(), head.buffers())).device
+    tensor = next(itertools.chain(head.parameters(), head.buffers()), None)
+    head_device = target.device if tensor is None else tensor.device
     if head_device.type == "meta" and drafter.device.type != "meta":
         raise ValueError(
-            "The target's head is offloaded. Load the target onto one device, without offloading its head."
+            "The target's head is offloaded, and drafting needs it in every round. Keep 'lm_head' out of the offloaded part of "
+            "the device_map, and the embedding too when the two are tied."
         )
     if drafter.device != head_device:
         raise ValueError(
             f"The drafter is on {drafter.device}, the target's head on {head_device}. Move the drafter: "
             f"drafter.to({str(head_device)!r})."
         )
-    decoder_layers(target)
+    num_layers = len(decoder_layers(target))  # LongCat's config counts each of them twice
+    missing = [i for i in drafter.config.target_layer_ids if i >= num_layers]
+    if missing:
+        raise ValueError(
+            f"This drafter taps layers {missing}, but the decoder of {type(target).__name__} has a list of {num_layers}, counted "
+            "from 0. Train a drafter with other `target_layer_ids`."
+        )
+
+
+def check_shape(config: DSparkConfig, target_config: PreTrainedConfig) -> None:
+    """Do the part of [`check_target`] that needs no loaded models.
+
+    Raises:
+        ValueError: If width, depth or vocabulary differ.
+    """
+    text = target_config.get_text_config(decoder=True)
+    pairs = [
+        ("hidden size", config.target_hidden_size, text.hidden_size),
+        ("number of layers", config.num_target_layers, text.num_hidden_layers),
+        ("vocabulary size", config.vocab_size, text.vocab_size),
+    ]
+    padded = 0 < text.vocab_size - config.vocab_size <= MOST_PADDING
+    differences = [
+        f"{name} {expected} (the target has {got})"
+        for name, expected, got in pairs
+        if expected not in (got, None) and not (padded and name == "vocabulary size")
+    ]
+    too_deep = [i for i in config.target_layer_ids if i >= text.num_hidden_layers]
+    if too_deep and not differences:
+        differences = [f"layers {too_deep} (the target has {text.num_hidden_layers}, counted from 0)"]
+    if differences:
+        made_for = f" ({config.target_model_type})" if config.target_model_type else ""
+        raise ValueError(
+            f"This drafter was made for another target{made_for}: it expects {', '.join(differences)}. Load the drafter "
+            f"that was trained for {text.model_type!r} of this size."
+        )

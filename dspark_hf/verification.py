@@ -1,7 +1,8 @@
 """One target forward over an anchor and draft tokens for each row, with keys and values in slots.
 
 Attention gets an explicit additive mask, `slot of key <= slot of query` (and the window of sliding layers): rows may
-then stand at different lengths, and what was rejected is never seen.
+then stand at different lengths, and what was rejected is never seen. Recurrent layers get no mask, since nothing is
+padding after the prompt; [`Verifier.keep`] takes what was rejected out of their states.
 """
 
 import inspect
@@ -16,9 +17,14 @@ from transformers.utils import ModelOutput
 
 from dspark_hf.caches import SlotCache
 from dspark_hf.host import TargetModel, cache_argument
+from dspark_hf.quantised import check_quantisation
+from dspark_hf.recurrent import LAYERS_WITHOUT_MASK, RecurrentStates, check_recurrent, has_recurrent_states
+from dspark_hf.transfer import upload
 
 
 MASKED_IMPLEMENTATIONS = ("sdpa", "eager")
+STREAM_FIELDS = ("altup_num_inputs", "hc_mult", "hc_count")
+"""Fields of targets whose layers pass on several residual streams: Gemma 3n, DeepSeek V4 and others, Qwen 4."""
 LEARNED_POSITION_NAMES = ("wpe", "embed_positions", "position_embeddings")
 NOT_FOR_VERIFICATION = ("attention_mask", "position_ids", "logits_to_keep", "inputs_embeds", "next_sequence_length")
 
@@ -55,6 +61,8 @@ class Verifier:
         self.config = target.config.get_text_config(decoder=True)
         skipped = (*NOT_FOR_VERIFICATION, cache_argument())
         self.model_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
+        self.recurrent = RecurrentStates(cache) if cache.recurrent_states else None
+        self._last_inputs: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, tokens: torch.Tensor, slots: torch.Tensor, used: int, widths: torch.Tensor) -> Verification:
         r"""
@@ -69,10 +77,43 @@ class Verifier:
             [`Verification`] with W logits for each row.
         """
         self.cache.prepare(slots, used)
+        if self.recurrent is not None:
+            self.recurrent.save()
+            self._last_inputs = tokens, slots
+        inputs = self._inputs(tokens, slots, used, widths)
+        inputs.pop("logits_to_keep", None)  # some targets ask for the last logits alone
+        outputs = self.target(**inputs, return_dict=True)
+        return Verification(outputs.logits.float().to(tokens.device), outputs)
+
+    def keep(self, counts: list[int]) -> int:
+        r"""
+        Take rejected tokens out of recurrent states; a target without them has nothing to do.
+
+        Args:
+            counts (`list[int]`): Input tokens of the last call that each row keeps, from the first on; 0 for none.
+
+        Returns:
+            `int`: Target forwards that it took. They write the same keys and values again.
+        """
+        if self.recurrent is None or self._last_inputs is None:
+            return 0
+        tokens, slots = self._last_inputs
+        used, kept = self.cache.used, upload(counts, tokens.device)
+
+        def run(first: int, end: int) -> None:
+            self.cache.prepare(slots[:, first:end], used)
+            inputs = self._inputs(tokens[:, first:end], slots[:, first:end], used, kept - first)
+            if self.target._supports_logits_to_keep():
+                inputs["logits_to_keep"] = 1  # none is needed
+            self.target(**inputs, return_dict=True)
+
+        return self.recurrent.rewind(counts, tokens.shape[1], run)
+
+    def _inputs(self, tokens: torch.Tensor, slots: torch.Tensor, used: int, widths: torch.Tensor) -> dict[str, Any]:
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         within = slots[:, :1] + torch.minimum(columns, widths[:, None] - 1)
         position_ids = self.last_position + 1 + within - self.prompt_mask.shape[1]
-        inputs = self.target.prepare_inputs_for_generation(
+        return self.target.prepare_inputs_for_generation(
             tokens,
             attention_mask=self._masks(slots, used),
             position_ids=position_ids,
@@ -80,8 +121,6 @@ class Verifier:
             **{cache_argument(): self.cache},
             **self._other_arguments(tokens.shape),
         )
-        outputs = self.target(**inputs, return_dict=True)
-        return Verification(outputs.logits.float().to(tokens.device), outputs)
 
     def _masks(self, slots: torch.Tensor, used: int) -> torch.Tensor | dict[str, torch.Tensor]:
         keys = torch.arange(used, device=slots.device)
@@ -122,13 +161,17 @@ def mask_windows(config: PreTrainedConfig) -> dict[str, int | None] | int | None
     window = getattr(config, "sliding_window", None)
     if layer_types is not None:
         known = {"full_attention": None, "sliding_attention": window}
+        recurrent = has_recurrent_states(config)
+        if recurrent:
+            # Hybrid targets take one mask for all of their attention layers, and make none for the others from it.
+            known = {"full_attention": None} | dict.fromkeys(LAYERS_WITHOUT_MASK)
         unknown = sorted(set(layer_types) - set(known))
         if unknown:
             raise NotImplementedError(
                 f"DSpark cannot mask the layer types {unknown} of {config.model_type!r}. Call generate() without "
                 "`assistant_model` for this target."
             )
-        return {layer_type: known[layer_type] for layer_type in set(layer_types)}
+        return None if recurrent else {layer_type: known[layer_type] for layer_type in set(layer_types)}
     if window is None and getattr(config, "attention_chunk_size", None) is not None:
         raise NotImplementedError(
             f"DSpark cannot mask the chunked attention of {config.model_type!r}. Call generate() without "
@@ -211,16 +254,15 @@ def check_verifiable(target: TargetModel) -> None:
     Check, before any forward, that a target can be verified in slots.
 
     Raises:
-        NotImplementedError: If it is an encoder-decoder, keeps recurrent states, shares keys and values between layers, takes
-            no positions or no cache, was compiled, or its attention takes no additive mask by positions; the message names
-            the alternative.
+        NotImplementedError: If it is an encoder-decoder, keeps unknown recurrent states, has several residual streams, takes
+            no positions or no cache, was compiled, its attention takes no additive mask by positions, or it is quantised so
+            that tokens are rounded together; the message names the alternative.
     """
     name = type(target).__name__
     instead = "Call generate() without `assistant_model` for this target."
     if target.config.is_encoder_decoder:
         raise NotImplementedError(f"DSpark drafts for decoder-only targets; {name} is an encoder-decoder. {instead}")
-    if getattr(target, "_is_stateful", False):
-        raise NotImplementedError(f"{name} keeps a recurrent state, which DSpark cannot roll back. {instead}")
+    check_recurrent(target)
     known = inspect.signature(target.forward).parameters
     if "position_ids" not in known or cache_argument() not in known:
         raise NotImplementedError(
@@ -232,9 +274,9 @@ def check_verifiable(target: TargetModel) -> None:
             "before torch.compile."
         )
     config = target.config.get_text_config(decoder=True)
-    if getattr(config, "num_kv_shared_layers", 0):
+    if any((getattr(config, field, None) or 1) > 1 for field in STREAM_FIELDS):
         raise NotImplementedError(
-            f"{name} shares keys and values between layers, which DSpark does not support. {instead}"
+            f"The layers of {name} pass on several residual streams, of which DSpark's taps cannot choose one. {instead}"
         )
     if getattr(config, "alibi", False) or "local" in getattr(config, "attention_layers", ()):
         raise NotImplementedError(
@@ -245,6 +287,7 @@ def check_verifiable(target: TargetModel) -> None:
     if implementation not in MASKED_IMPLEMENTATIONS:
         raise NotImplementedError(
             f"DSpark needs an attention that takes an additive mask, {' or '.join(MASKED_IMPLEMENTATIONS)}; {name} uses "
-            f"{implementation!r}. Call target.set_attn_implementation('sdpa')."
+            f"{implementation!r}. Call target.set_attn_implementation({'sdpa' if target._supports_sdpa else 'eager'!r})."
         )
     mask_windows(config)
+    check_quantisation(target)

@@ -1,13 +1,19 @@
 """Tiny random targets and drafters, built from configs; nothing is downloaded."""
 
 import functools
+import hashlib
 import logging
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.modeling.modeling_dspark import DSparkDraft
@@ -52,7 +58,11 @@ def make_target(family: str = "llama", seed: int = 0, **overrides) -> PreTrained
     model_name = f"{name}LMHeadModel" if family == "gpt2" else f"{name}ForCausalLM"
     config = getattr(transformers, config_name)(**fields)
     torch.manual_seed(seed)
-    target = getattr(transformers, model_name)(config).eval()
+    return spread_logits(getattr(transformers, model_name)(config).eval())
+
+
+def spread_logits(target: PreTrainedModel) -> PreTrainedModel:
+    """Give a target random weights that spread its logits widely enough for clear choices."""
     with torch.no_grad():
         for parameter in target.parameters():
             if parameter.dim() > 1:
@@ -91,8 +101,8 @@ class ScriptedDrafter(DSparkDraftModel):
         self.anchor_positions = position_ids[:, 0].tolist()
         return super().forward(inputs_embeds, context, position_ids, context_position_ids, attention_mask, cache)
 
-    def draft(self, hidden_states, anchor, choose, num_tokens=None, lm_head=None):
-        drawn = super().draft(hidden_states, anchor, choose, num_tokens, lm_head)
+    def draft(self, hidden_states, anchor, choose, num_tokens=None, lm_head=None, vocab_size=None):
+        drawn = super().draft(hidden_states, anchor, choose, num_tokens, lm_head, vocab_size)
         tokens = [
             [self.script(row, position + 1 + k) for k in range(drawn.tokens.shape[1])]
             for row, position in enumerate(self.anchor_positions)
@@ -128,6 +138,93 @@ def left_padded(lengths: list[int], seed: int = 3) -> dict[str, torch.Tensor]:
     input_ids = torch.randint(3, VOCAB, (len(lengths), columns))
     mask = torch.tensor([[0] * (columns - length) + [1] * length for length in lengths])
     return {"input_ids": input_ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the tiny targets: token i is the word `wi`."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="w1", eos_token=f"w{EOS}", pad_token=f"w{PAD}", padding_side="left"
+    )
+    turns = "{% for message in messages %}w5 {{ message['content'] }} {% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}w6{% endif %}"
+    return tokenizer
+
+
+def add_to_hub_cache(cache: Path, repo_id: str, folder: Path, revision: str = "main") -> None:
+    """Lay a folder into a Hub cache as if it had been downloaded: what offline processes load by name."""
+    repository = cache / f"models--{repo_id.replace('/', '--')}"
+    commit = hashlib.sha1(f"{repo_id} {revision}".encode()).hexdigest()
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    reference = repository / "refs" / revision
+    reference.parent.mkdir(parents=True, exist_ok=True)
+    reference.write_text(commit)
+
+
+@pytest.fixture
+def modules_cache(tmp_path, monkeypatch):
+    """Keep the modules that come with a checkpoint out of the user's cache."""
+    folder = tmp_path / "modules"
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
+def hub_error(kind: type[Exception], message: str, status: int) -> Exception:
+    """An answer of the Hub that is an error."""
+    return kind(message, response=SimpleNamespace(status_code=status, headers={}, request=None))
+
+
+class FakeHub:
+    """Stands for the Hub in uploads: keeps what every commit would have uploaded."""
+
+    def __init__(self):
+        self.commits: list[tuple[str, dict[str, bytes], dict]] = []
+        self.created: list[tuple[str, dict]] = []
+        self.branches: list[str] = []
+        self.tokens: set = set()
+        self.card: str | Exception | None = None
+        self.branch_error: Exception | None = None
+
+    def create_repo(self, api, repo_id, **options):
+        assert options["exist_ok"]
+        self.tokens.add(api.token)
+        self.created.append((repo_id, options))
+        return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"me/{repo_id}")
+
+    def create_branch(self, _api, _repo_id, branch, **_options):
+        if self.branch_error is not None:
+            raise self.branch_error
+        self.branches.append(branch)
+
+    def hf_hub_download(self, _api, repo_id, filename, **_options):
+        if isinstance(self.card, Exception):
+            raise self.card
+        if self.card is None:
+            raise hub_error(huggingface_hub.errors.RemoteEntryNotFoundError, f"{repo_id} has no {filename}", 404)
+        return self.card
+
+    def create_commit(self, _api, repo_id, operations, **options):
+        files = {operation.path_in_repo: Path(operation.path_or_fileobj).read_bytes() for operation in operations}
+        self.commits.append((repo_id, files, options))
+        return SimpleNamespace(commit_url="https://huggingface.co/commit", pr_url=None)
+
+
+@pytest.fixture
+def hub(monkeypatch) -> FakeHub:
+    """Replace the Hub for uploads."""
+    fake = FakeHub()
+    for name in ("create_repo", "create_branch", "hf_hub_download", "create_commit"):
+        method = getattr(fake, name)
+        monkeypatch.setattr(huggingface_hub.HfApi, name, functools.partialmethod(_call, method))
+    return fake
+
+
+def _call(api, method, *args, **kwargs):
+    return method(api, *args, **kwargs)
 
 
 @pytest.fixture(autouse=True)

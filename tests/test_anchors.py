@@ -25,9 +25,9 @@ WINDOW = 5
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 VARIANTS = {
     "full attention": {},
-    "causal block": {"block_is_causal": True},
+    "causal block": {"causal_layer_types": ["full_attention", "sliding_attention"]},
     "sliding and full": SLIDING,
-    "sliding and full, causal block": SLIDING | {"block_is_causal": True},
+    "sliding and full, causal block": SLIDING | {"causal_layer_types": ["full_attention", "sliding_attention"]},
     "slot 1 predicts first": {"first_prediction_slot": 1},
     "slot 1 predicts first, sliding": SLIDING | {"first_prediction_slot": 1},
     "block of 1": {"block_size": 1},
@@ -196,7 +196,7 @@ def test_a_query_sees_its_context_and_its_block_and_nothing_else(target, variant
         for block, anchor in enumerate(anchors.columns[0].tolist()):
             for slot in range(slots):
                 past = range(starts[anchor], anchor) if block < 4 else []
-                last = slot if config.block_is_causal else slots - 1
+                last = slot if name in config.causal_layer_types else slots - 1
                 expected = {column for column in past if anchor + slot - column < window}
                 expected |= {columns + block * slots + key for key in range(last + 1) if slot - key < window}
                 seen = (mask[0, 0, block * slots + slot] == 0).nonzero().flatten().tolist()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import left_padded, make_drafter, make_target
 
-from dspark_hf.drafting import Drafting
+from dspark_hf.drafting import check_lending
 
 
 def owning_drafter(target, same: bool):
@@ -61,7 +61,7 @@ def test_a_reduced_vocabulary_cannot_borrow_from_a_quantised_head():
     drafter = make_drafter(target, draft_vocab_size=8)
     target.lm_head.weight = torch.nn.Parameter(torch.zeros(64, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(NotImplementedError, match="quantised head"):
-        Drafting(drafter, target, torch.ones(1, 4, dtype=torch.bool), 0)
+        check_lending(drafter, target)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

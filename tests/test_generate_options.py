@@ -491,23 +491,17 @@ def recurrent():
 
 
 def hybrid():
-    config = transformers.Qwen3NextConfig(
+    config = transformers.JambaConfig(
         **SMALL,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
         intermediate_size=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
         num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        layer_types=["linear_attention", "full_attention"],
+        mamba_dt_rank=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
     )
-    return transformers.Qwen3NextForCausalLM(config)
+    return transformers.JambaForCausalLM(config)
 
 
 def without_positions():

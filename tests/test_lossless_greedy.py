@@ -447,7 +447,7 @@ DRAFTER_SHAPES = {
     "anchor slot predicts nothing": {"first_prediction_slot": 1},
     "embedding tap": {"target_layer_ids": [-1, 0]},
     "sliding layers": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
-    "causal block": {"block_is_causal": True},
+    "causal block": {"causal_layer_types": ["full_attention"]},
     "another width": {"hidden_size": 16, "head_dim": 4, "has_embedding": True, "has_lm_head": True},
     "block of one": {"block_size": 1},
 }

@@ -20,7 +20,19 @@ WINDOW = 8
 BLOCK = 4
 OWN_WEIGHTS = {"has_embedding": True, "has_lm_head": True}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+CAUSAL = {"causal_layer_types": ["full_attention", "sliding_attention"]}
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": WINDOW}
+PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+GEMMA4 = {
+    "backbone": "gemma4",
+    "hidden_act": "gelu_pytorch_tanh",
+    "attention_k_eq_v": True,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+    "embedding_scale": 32**0.5,
+    "final_logit_softcapping": 30.0,
+}
 CASES = {
     "vanilla": {},
     "gated": {"markov_head_type": "gated"},
@@ -34,12 +46,13 @@ CASES = {
     "attention bias, no q/k norm": {"attention_bias": True, "qk_norm": False},
     "one key head": {"num_key_value_heads": 1},
     "as many key heads as heads": {"num_key_value_heads": 4, "head_dim": 16},
-    "causal block": {"block_is_causal": True},
+    "causal block": CAUSAL,
     "sliding layers": SLIDING,
     "mixed layers": MIXED,
-    "mixed layers, causal block": MIXED | {"block_is_causal": True},
+    "mixed layers, causal block": MIXED | CAUSAL,
     "slot 1 predicts first": {"first_prediction_slot": 1},
-    "slot 1 predicts first, causal, sliding": SLIDING | {"first_prediction_slot": 1, "block_is_causal": True},
+    "slot 1 predicts first, rnn": {"first_prediction_slot": 1, "markov_head_type": "rnn"},
+    "slot 1 predicts first, causal, sliding": SLIDING | CAUSAL | {"first_prediction_slot": 1},
     "block of 1": {"block_size": 1},
     "tap -1": {"target_layer_ids": [-1, 2]},
     "taps out of order, one twice": {"target_layer_ids": [2, 0, 2]},
@@ -50,6 +63,23 @@ CASES = {
     "reduced vocabulary, borrowed head": {"draft_vocab_size": 40, "markov_head_type": "rnn"},
     "reduced vocabulary, own head": {"draft_vocab_size": 40, "has_lm_head": True},
     "another rotary base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    "interleaved rotary pairs": {"rope_interleaved": True},
+    "partial rotary": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
+    },
+    "partial, interleaved": {"rope_interleaved": True, "rope_parameters": PARTIAL},
+    "gated attention": {"attention_gate": True},
+    "sinks": {"attention_sinks": True},
+    "sinks, sliding, causal": SLIDING | CAUSAL | {"attention_sinks": True, "first_prediction_slot": 1},
+    "window from the anchor": SLIDING | {"window_from_anchor": True},
+    "window from the anchor, causal": MIXED
+    | {"window_from_anchor": True, "causal_layer_types": ["sliding_attention"]},
+    "norms around zero": {"zero_centered_norms": True},
+    "scaled embedding": {"embedding_scale": 5.65, "has_embedding": True},
+    "scaled borrowed embedding": {"embedding_scale": 0.5},
+    "soft cap": {"final_logit_softcapping": 3.0},
+    "gemma 4": GEMMA4,
+    "gemma 4, own values, sliding": GEMMA4 | SLIDING | {"attention_k_eq_v": False},
 }
 
 
@@ -70,6 +100,9 @@ def random_drafter(target, **overrides) -> DSparkDraftModel:
         for parameter in drafter.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in drafter.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         if drafter.kept_token_ids is not None:
             count = drafter.config.draft_vocab_size
             kept = torch.randperm(VOCAB)[:count].sort().values
@@ -112,7 +145,7 @@ def draft_uncached(drafter, target, taps, anchor, start):
     drafting = Drafting(drafter, target, torch.ones(len(taps), 1, dtype=torch.bool), 0)
     positions = start + torch.arange(drafter.config.num_block_inputs).expand(len(taps), -1)
     hidden = drafter(
-        drafting.embed_tokens(drafter.block_input_ids(anchor)),
+        drafter.embed(drafter.block_input_ids(anchor), drafting.embed_tokens),
         drafter.project_context(taps),
         positions,
         start - taps.shape[1] + torch.arange(taps.shape[1]).expand(len(taps), -1),
@@ -195,7 +228,7 @@ def test_the_two_slot_conventions_predict_from_different_slots(target):
 def test_a_block_is_bidirectional_unless_the_config_says_causal(target):
     taps, embeds, moved = torch.randn(1, 6, 32), torch.randn(1, BLOCK, 32), {}
     for causal in (False, True):
-        drafter = random_drafter(target, block_is_causal=causal)
+        drafter = random_drafter(target, causal_layer_types=["full_attention"] if causal else [])
         arguments = (drafter.project_context(taps), 6 + torch.arange(BLOCK)[None], torch.arange(6)[None])
         disturbed = embeds.clone()
         disturbed[:, -1] += 1.0

@@ -245,9 +245,10 @@ def test_masks_follow_the_layer_types_or_the_window(family, overrides, expected)
 
 def test_layer_types_without_a_mask_are_refused_by_name():
     config = transformers.Qwen3NextConfig(num_hidden_layers=4)
-    assert "linear_attention" in config.layer_types
+    assert mask_windows(config) is None
+    config.layer_types = ["linear_attention", "sliding_attention", "full_attention", "linear_attention"]
     with pytest.raises(
-        NotImplementedError, match=r"layer types \['linear_attention'\] of 'qwen3_next'.* generate\(\)"
+        NotImplementedError, match=r"layer types \['sliding_attention'\] of 'qwen3_next'.* generate\(\)"
     ):
         mask_windows(config)
 
@@ -300,10 +301,3 @@ def _tiny(name: str, **fields):
 def test_targets_that_slots_cannot_hold_are_refused_by_name(name, fields, message):
     with pytest.raises(NotImplementedError, match=rf"{name}For\w+ {message}.* Call generate\(\) without"):
         check_verifiable(_tiny(name, **fields))
-
-
-def test_targets_that_share_keys_between_layers_are_refused_by_name():
-    target = make_target()
-    target.config.num_kv_shared_layers = 2
-    with pytest.raises(NotImplementedError, match="LlamaForCausalLM shares keys and values between layers"):
-        check_verifiable(target)

@@ -25,7 +25,7 @@ from dspark_hf.evaluation.record import environment, quartiles, timed, write_rec
 from dspark_hf.host import cache_argument
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.reference_pair import reference_target_path
-from dspark_hf.taps import TapRecorder
+from dspark_hf.taps import TapRecorder, tapped_layers
 
 
 PROMPT = "Explain step by step how a bicycle stays upright when it moves."
@@ -107,7 +107,10 @@ def _bare_passes(target: Any, drafter: DSparkDraftModel, length: int) -> tuple[C
     text = torch.randint(config.vocab_size, (1, length), generator=generator).to(target.device)
     block = torch.randint(config.vocab_size, (1, 1 + config.block_size), generator=generator).to(target.device)
     cache = DynamicCache(config=target.config)
-    with torch.no_grad(), TapRecorder(target, config.target_layer_ids, drafter.device, drafter.dtype) as recorder:
+    with (
+        torch.no_grad(),
+        TapRecorder(target, tapped_layers(config, target), drafter.device, drafter.dtype) as recorder,
+    ):
         target(input_ids=text, use_cache=True, **{cache_argument(): cache})
         taps = recorder.take()
 

@@ -249,8 +249,9 @@ def packed_visibility(config: DSparkConfig, blocks: PackedBlocks, layer_type: st
     """
     # What varies from batch to batch is in tensors: for another captured number flex attention would compile again.
     rows, num_blocks, _ = blocks.visible_context.shape
-    slots, causal = config.num_block_inputs, config.block_is_causal
+    slots, causal = config.num_block_inputs, layer_type in config.causal_layer_types
     window = config.sliding_window if layer_type == "sliding_attention" else None
+    of_anchor = config.window_from_anchor
     own = torch.eye(num_blocks, dtype=torch.bool, device=blocks.input_ids.device).repeat_interleave(slots, dim=1)
     of_block = torch.cat([blocks.visible_context, own.expand(rows, -1, -1)], dim=2)  # (B, N, T + N * I)
     queries = blocks.position_ids
@@ -260,7 +261,9 @@ def packed_visibility(config: DSparkConfig, blocks: PackedBlocks, layer_type: st
         seen = of_block[row, query // slots, key]
         if causal:
             seen = seen & (keys[row, key] <= queries[row, query])
-        if window is not None:
+        if window is not None and of_anchor:
+            seen = seen & (keys[row, key] >= queries[row, query // slots * slots] - window)
+        elif window is not None:
             seen = seen & (keys[row, key] > queries[row, query] - window)
         return seen
 
@@ -291,9 +294,6 @@ def block_hidden_states(
     Source: DSpark section 3.1, eqs. 2 and 3; section 3.3.
     """
     config: DSparkConfig = drafter.config
-    embed = drafter.embed_tokens if embed_tokens is None else embed_tokens
-    if embed is None:
-        raise ValueError("This drafter has no embedding of its own: pass `embed_tokens`, the target's.")
     expected = (*blocks.context_position_ids.shape, drafter.fc.in_features)
     if taps.shape != expected:
         raise ValueError(
@@ -304,7 +304,7 @@ def block_hidden_states(
     unseen = ~blocks.visible_context.any(dim=1)
     context = drafter.project_context(taps.to(drafter.dtype).masked_fill(unseen[..., None], 0.0))
     output = drafter(
-        embed(blocks.input_ids),
+        drafter.embed(blocks.input_ids, embed_tokens),
         context,
         blocks.position_ids,
         blocks.context_position_ids,

@@ -170,7 +170,7 @@ def teacher_forced_draft(
     logits, confidences = [], []
     features: Any = None
     bias: Any = 0.0
-    state = hidden_states.new_zeros(len(hidden_states), drafter.config.markov_rank)
+    state = drafter.initial_state(hidden_states, previous_ids[:, 0])
     for k in range(previous_ids.shape[1]):
         if drafter.markov_head is not None:
             features = drafter.markov_head.markov_w1(previous_ids[:, k])

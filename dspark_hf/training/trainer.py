@@ -20,7 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from dspark_hf.host import TargetModel
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
-from dspark_hf.taps import check_target
+from dspark_hf.taps import check_target, tapped_layers
 from dspark_hf.training.anchors import PackedBlocks, label_columns, pack_blocks, sample_anchors
 from dspark_hf.training.features import FeatureCache, FeatureExtractor, TargetFeatures, pad_features
 from dspark_hf.training.losses import LossConfig, total_position_weight
@@ -159,7 +159,7 @@ class DSparkTrainer(Trainer):
             **kwargs,
         )
         self.drafter = drafter
-        self.extractor = FeatureExtractor(target, drafter.config.target_layer_ids)
+        self.extractor = FeatureExtractor(target, tapped_layers(drafter.config, target))
         self.skipped_samples = 0
         self._since_log = self._tally()
 

@@ -3,43 +3,62 @@
 Published next to the weights of every drafter, so it imports nothing but `transformers`.
 """
 
+import re
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 
+BACKBONES = ("qwen3", "gemma4")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+EMBEDDING, FINAL_NORM = -1, -2
+"""Taps that are no layer's output: the input of layer 0, and what the final norm makes of the last layer's."""
 
 
 class DSparkConfig(PreTrainedConfig):
     r"""
     Configuration of a [`DSparkDraftModel`].
 
-    Layer ids count the target's decoder layers from 0; `-1` is the embedding output, the input of layer 0. Positions
-    inside a block are 1-based in prose and index `k - 1` in tensors.
+    Layer ids count the target's decoder layers from 0; `-1` is the embedding output, the input of layer 0, and `-2` the
+    output of the final norm. Positions inside a block are 1-based in prose and index `k - 1` in tensors.
+
+    The defaults are the drafter of the paper. What differs in other publishers' drafters (docs/checkpoints.md) is a field
+    each, so that their weights compute here what they were trained to compute.
 
     Args:
         vocab_size (`int`): Vocabulary of the target, `V`.
         draft_vocab_size (`int`, *optional*): Tokens the drafter can propose, `V_d <= V`. `None` means all `V`. With
             fewer, the buffer `d2t` maps draft ids to target ids: `target_id = draft_id + d2t[draft_id]`.
+        backbone (`str`): `"qwen3"` or `"gemma4"`: the family a draft layer is built like. Gemma 4's has norms on both
+            sides of attention and feed-forward, values that are normed, and a scale for each layer.
         hidden_size (`int`): Width of the drafter, `D`.
         intermediate_size (`int`): Width of the feed-forward layers.
         num_hidden_layers (`int`): Number of draft layers.
         num_attention_heads, num_key_value_heads, head_dim (`int`): Attention shape of a draft layer.
         hidden_act (`str`): Activation of the feed-forward layers.
         rms_norm_eps (`float`): Epsilon of every RMS norm.
+        zero_centered_norms (`bool`): Norm weights are stored as their difference from 1.
         rope_parameters (`dict`, *optional*): Rotary embedding, in transformers' form.
+        rope_interleaved (`bool`): Pairs of the rotary embedding are neighbours (GPT-J) instead of halves (NeoX).
         max_position_embeddings (`int`): Length the rotary embedding is meant for.
         attention_bias (`bool`): Biases in the attention projections.
         qk_norm (`bool`): RMS norms on queries and keys, as in Qwen3.
+        attention_k_eq_v (`bool`): Values are made from the keys' projection; Gemma 4's layers only.
+        attention_gate (`bool`): `q_proj` gives each head a gate beside its query, and the sigmoid of it scales the head's
+            output, as in Qwen3.5.
+        attention_sinks (`bool`): Each head has a learned logit that takes part in the softmax and has no value.
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each draft layer.
         sliding_window (`int`, *optional*): Window of the sliding layers, in positions, counted back from each query.
-        block_is_causal (`bool`): Whether a block position sees only earlier positions of its block. DSpark's blocks
-            are bidirectional.
+        window_from_anchor (`bool`): The window is counted back from the anchor instead, and is context alone: the anchor
+            and the block come on top.
+        causal_layer_types (`list[str]`): Layer types in which a block position sees only earlier positions of its block.
+            DSpark's blocks are bidirectional.
         target_hidden_size (`int`, *optional*): Width of the target. `None` means `hidden_size`.
-        num_target_layers (`int`): Decoder layers of the target.
+        num_target_layers (`int`, *optional*): Decoder layers of the target; `None` when the publisher does not say.
         target_layer_ids (`list[int]`): Tapped layers; the taps are concatenated in this order (eq. 2).
+        normed_last_tap (`bool`): A tap on the target's last layer is read after the final norm.
         block_size (`int`): Draft tokens of a block, γ, the anchor excluded.
         first_prediction_slot (`int`): First input slot whose output predicts a token: 0 when the anchor's own slot
             does (DSpark; a block has γ inputs), 1 when it only conditions (DFlash; γ + 1 inputs).
@@ -53,13 +72,18 @@ class DSparkConfig(PreTrainedConfig):
             `confidence_temperatures` were fitted for.
         has_embedding, has_lm_head (`bool`): Whether the checkpoint carries its own; otherwise the target's is used,
             which needs equal widths.
+        embedding_scale (`float`, *optional*): Factor on rows of the embedding's table. `None` leaves it to the module: the
+            target's may scale its rows itself, as Gemma's does.
+        final_logit_softcapping (`float`, *optional*): Soft cap on the base logits, before the transition bias.
         target_model_type (`str`, *optional*): `model_type` of the target, for messages.
+        target_name (`str`, *optional*): Hub name of the target. A folder's name is not kept: it means nothing elsewhere.
     """
 
     model_type = "dspark"
 
     vocab_size: int = 32000
     draft_vocab_size: int = None  # type: ignore[assignment]  # given a value below
+    backbone: str = "qwen3"
     hidden_size: int = 512
     intermediate_size: int = 1536
     num_hidden_layers: int = 5
@@ -68,17 +92,24 @@ class DSparkConfig(PreTrainedConfig):
     head_dim: int = 64
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
+    zero_centered_norms: bool = False
     rope_parameters: dict | None = None
+    rope_interleaved: bool = False
     max_position_embeddings: int = 32768
     attention_bias: bool = False
     attention_dropout: float = 0.0
     qk_norm: bool = True
+    attention_k_eq_v: bool = False
+    attention_gate: bool = False
+    attention_sinks: bool = False
     layer_types: list[str] = None  # type: ignore[assignment]  # given a value below
     sliding_window: int = None  # type: ignore[assignment]  # needed by sliding layers only
-    block_is_causal: bool = False
+    window_from_anchor: bool = False
+    causal_layer_types: list[str] = None  # type: ignore[assignment]  # given a value below
     target_hidden_size: int = None  # type: ignore[assignment]  # given a value below
-    num_target_layers: int = 12
+    num_target_layers: int | None = 12
     target_layer_ids: list[int] = None  # type: ignore[assignment]  # given a value below
+    normed_last_tap: bool = False
     block_size: int = 7
     first_prediction_slot: int = 0
     mask_token_id: int = 0
@@ -90,7 +121,10 @@ class DSparkConfig(PreTrainedConfig):
     confidence_calibration: dict | None = None
     has_embedding: bool = False
     has_lm_head: bool = False
+    embedding_scale: float | None = None
+    final_logit_softcapping: float | None = None
     target_model_type: str | None = None
+    target_name: str | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
@@ -103,13 +137,18 @@ class DSparkConfig(PreTrainedConfig):
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
         if self.target_layer_ids is None:
-            self.target_layer_ids = spread_layer_ids(self.num_target_layers, 5)
+            self.target_layer_ids = (
+                [] if self.num_target_layers is None else spread_layer_ids(self.num_target_layers, 5)
+            )
+        if self.causal_layer_types is None:
+            self.causal_layer_types = []
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         self._check_task()
         self._check_shape()
+        self._check_layers()
         super().__post_init__(**kwargs)
 
     def _check_task(self) -> None:
@@ -119,12 +158,16 @@ class DSparkConfig(PreTrainedConfig):
             f"`block_size` must lie in [1, max_position_embeddings = {self.max_position_embeddings}], "
             f"got {self.block_size}.",
         )
-        layers = range(-1, self.num_target_layers)
-        out_of_range = [i for i in self.target_layer_ids if not isinstance(i, int) or i not in layers]
+        last = "its last" if self.num_target_layers is None else self.num_target_layers - 1
+        out_of_range = [
+            i
+            for i in self.target_layer_ids
+            if not isinstance(i, int) or i < FINAL_NORM or (isinstance(last, int) and i > last)
+        ]
         _check(
             not out_of_range and len(self.target_layer_ids) > 0,
-            f"`target_layer_ids` must name layers in [-1, {self.num_target_layers - 1}] of a target with "
-            f"{self.num_target_layers} layers (-1 is the embedding output), got {self.target_layer_ids}.",
+            f"`target_layer_ids` must name layers in [-1, {last}] of the target (-1 is the embedding output, -2 the final "
+            f"norm's), got {self.target_layer_ids}.",
         )
         _check(
             self.first_prediction_slot in (0, 1),
@@ -156,15 +199,6 @@ class DSparkConfig(PreTrainedConfig):
             0 <= self.mask_token_id < self.vocab_size,
             f"`mask_token_id` must lie in [0, vocab_size = {self.vocab_size}), got {self.mask_token_id}.",
         )
-        _check(
-            len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
-            f"`layer_types` must give one of {LAYER_TYPES} for each of the {self.num_hidden_layers} draft layers, "
-            f"got {self.layer_types}.",
-        )
-        _check(
-            "sliding_attention" not in self.layer_types or (self.sliding_window or 0) > 0,
-            f"sliding layers need a positive `sliding_window`, got {self.sliding_window}.",
-        )
         temperatures = self.confidence_temperatures
         _check(
             temperatures is None or (len(temperatures) == self.block_size and min(temperatures) > 0),
@@ -175,6 +209,27 @@ class DSparkConfig(PreTrainedConfig):
             self.hidden_size == self.target_hidden_size or (self.has_embedding and self.has_lm_head),
             f"a drafter of width {self.hidden_size} cannot borrow the embedding or head of a target of width "
             f"{self.target_hidden_size}; set `has_embedding=True` and `has_lm_head=True`, or equal widths.",
+        )
+
+    def _check_layers(self) -> None:
+        """Raise `ValueError` for draft layers that cannot be built."""
+        _check(self.backbone in BACKBONES, f"`backbone` must be one of {BACKBONES}, got {self.backbone!r}.")
+        _check(
+            len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
+            f"`layer_types` must give one of {LAYER_TYPES} for each of the {self.num_hidden_layers} draft layers, "
+            f"got {self.layer_types}.",
+        )
+        _check(
+            set(self.causal_layer_types) <= set(LAYER_TYPES),
+            f"`causal_layer_types` must name some of {LAYER_TYPES}, got {self.causal_layer_types}.",
+        )
+        _check(
+            "sliding_attention" not in self.layer_types or (self.sliding_window or 0) > 0,
+            f"sliding layers need a positive `sliding_window`, got {self.sliding_window}.",
+        )
+        _check(
+            self.backbone == "gemma4" or not self.attention_k_eq_v,
+            "`attention_k_eq_v` is for the layers of backbone 'gemma4'.",
         )
 
     @property
@@ -226,7 +281,9 @@ class DSparkConfig(PreTrainedConfig):
             "num_target_layers": text.num_hidden_layers,
             "target_layer_ids": spread_layer_ids(text.num_hidden_layers, num_hidden_layers),
             "mask_token_id": text.vocab_size - 1,
+            "final_logit_softcapping": _field(text, "final_logit_softcapping"),
             "target_model_type": text.model_type,
+            "target_name": hub_name(target_config.name_or_path),
             "pad_token_id": _field(text, "pad_token_id"),
             "bos_token_id": _field(text, "bos_token_id"),
             "eos_token_id": _field(text, "eos_token_id"),
@@ -249,12 +306,20 @@ def spread_layer_ids(num_target_layers: int, count: int) -> list[int]:
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
 
 
+def hub_name(name_or_path: str | None) -> str | None:
+    """The name of a Hub repository, or `None` for a folder or nothing."""
+    is_name = name_or_path and re.fullmatch(r"([\w.-]+/)?[\w.-]+", name_or_path) and not Path(name_or_path).exists()
+    return name_or_path if is_name else None
+
+
 def _field(config: PreTrainedConfig, name: str) -> Any:
-    """A field, or `None` when there is none or one for each layer."""
+    """A field, or `None` when there is none or a list for the layers; the first layer's where they differ (Gemma 4)."""
     try:
         value = getattr(config, name)
     except AttributeError:
         return None
+    except RuntimeError:  # newer releases of transformers name no single value where layers differ
+        value = getattr(config.per_layer_config[0], name)
     return None if isinstance(value, list | tuple) and name != "eos_token_id" else value
 
 

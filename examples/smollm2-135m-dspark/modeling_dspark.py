@@ -10,7 +10,7 @@
     c_k     = sigmoid(w . [h_k ; W_1[x_{k-1}]] + b)                                       eq. 7
 
 The context comes from the target alone, strictly before the anchor; the block's own keys and values are dropped after
-the round. This file and `configuration_dspark.py` are published with every checkpoint and need only torch and
+the round. The files of this folder are published with every checkpoint and need only torch and
 transformers. Decoding with them is the work of the package `dspark_hf`.
 
 Shape letters: B batch, T context, K block size, V vocabulary, D hidden size, r Markov rank.
@@ -26,38 +26,33 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
 from transformers.utils import ModelOutput, cached_file
 
 from .configuration_dspark import DSparkConfig
+from .layers_dspark import DECODER_LAYERS, DSparkRMSNorm, DSparkRotaryEmbedding
 
 
 Choose = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """`choose(index, logits (B, V) float32, drafted (B, index)) -> (tokens (B,), probs (B, V) float32)`."""
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, each `(B, 1, T + K, head_dim)`, the context's first."""
-
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """What a reader makes of a foreign checkpoint: our config, and regular expressions that rename its weights."""
+    """What a reader makes of a foreign checkpoint: our config, regular expressions that rename its weights, and names of
+    tensors that say nothing the config does not say."""
 
     config: DSparkConfig
     key_mapping: dict[str, str] | None = None
+    redundant: tuple[str, ...] = ()
 
 
 CHECKPOINT_READERS: list[Callable[[dict, dict], CheckpointFormat | None]] = []
 """Readers of other packagings, `(config dict, {name: (dtype, shape)}) -> CheckpointFormat or None`; `dspark_hf` fills it."""
+
+
+PUBLISHERS: list[Callable[..., Any]] = []
+"""What uploads a drafter as a whole repository, `(drafter, repo_id, **kwargs)`: none, or the one `dspark_hf` puts in."""
 
 
 @dataclass
@@ -75,95 +70,6 @@ class DSparkDraft(ModelOutput):
     tokens: torch.Tensor | None = None
     probs: torch.Tensor | None = None
     confidence_logits: torch.Tensor | None = None
-
-
-class DSparkRotaryEmbedding(Qwen3RotaryEmbedding):
-    """Rotary embedding whose frequencies stay float32 when the model is cast: rounded ones drift at long positions."""
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> "DSparkRotaryEmbedding":
-        exact = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
-        super()._apply(fn, recurse)
-        for name, buffer in exact.items():
-            cast = getattr(self, name)
-            if cast.dtype != torch.float32:
-                setattr(self, name, buffer.to(cast.device))
-        return self
-
-
-class DSparkAttention(nn.Module):
-    """Attention of the block over the context and itself (eq. 3)."""
-
-    def __init__(self, config: DSparkConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = False
-        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-
-    def forward(
-        self,
-        block: torch.Tensor,
-        context: torch.Tensor,
-        rotary: Rotary,
-        attention_mask: torch.Tensor,
-        cache: Any = None,
-    ) -> torch.Tensor:
-        keys_input = torch.cat([context, block], dim=1)  # (B, T + K, D)
-        queries = self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2)
-        keys = self.k_norm(self._heads(self.k_proj(keys_input))).transpose(1, 2)
-        values = self._heads(self.v_proj(keys_input)).transpose(1, 2)
-        cos, sin = rotary  # (B, 1, T + K, head_dim), context first
-        block_cos, block_sin = cos[:, :, context.shape[1] :], sin[:, :, context.shape[1] :]
-        queries = queries * block_cos + rotate_half(queries) * block_sin
-        keys = keys * cos + rotate_half(keys) * sin
-        # Under autocast the norms leave float32; flex attention wants one dtype.
-        queries, keys = queries.to(values.dtype), keys.to(values.dtype)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
-        implementation = self.config._attn_implementation
-        if implementation == "flex_attention" and isinstance(attention_mask, torch.Tensor):
-            implementation = "sdpa"  # Drafting's masks are dense; block masks come from packed training alone.
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
-        output, _ = attend(
-            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, is_causal=False
-        )
-        return self.o_proj(output.reshape(*block.shape[:-1], -1).contiguous())
-
-    def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.head_dim))  # (B, N, heads, head_dim)
-
-
-class DSparkDecoderLayer(GradientCheckpointingLayer):
-    """A Qwen3 layer whose attention also reads the context. The context is not normalised here."""
-
-    def __init__(self, config: DSparkConfig, layer_idx: int):
-        super().__init__()
-        self.self_attn = DSparkAttention(config, layer_idx)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self,
-        block: torch.Tensor,
-        context: torch.Tensor,
-        rotary: Rotary,
-        attention_mask: torch.Tensor,
-        cache: Any = None,
-    ) -> torch.Tensor:
-        block = block + self.self_attn(self.input_layernorm(block), context, rotary, attention_mask, cache)
-        return block + self.mlp(self.post_attention_layernorm(block))
 
 
 class MarkovHead(nn.Module):
@@ -249,7 +155,7 @@ class DSparkDraftModel(PreTrainedModel):
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False
-    _no_split_modules = ["DSparkDecoderLayer"]
+    _no_split_modules = ["DSparkDecoderLayer", "Gemma4DSparkDecoderLayer"]
     _supports_sdpa = True
     _supports_flex_attn = True
 
@@ -258,9 +164,10 @@ class DSparkDraftModel(PreTrainedModel):
         width = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.has_embedding else None
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, width, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(width, config.rms_norm_eps)
-        self.layers = nn.ModuleList([DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = Qwen3RMSNorm(width, config.rms_norm_eps)
+        self.hidden_norm = DSparkRMSNorm(config, width)
+        make_layer = DECODER_LAYERS[config.backbone]
+        self.layers = nn.ModuleList([make_layer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = DSparkRMSNorm(config, width)
         self.rotary_emb = DSparkRotaryEmbedding(config)  # type: ignore[arg-type]  # reads the fields they share
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.has_lm_head else None
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank > 0 else None
@@ -296,6 +203,16 @@ class DSparkDraftModel(PreTrainedModel):
         block = anchor.new_full((anchor.shape[0], self.config.num_block_inputs), self.config.mask_token_id)
         block[:, 0] = anchor
         return block
+
+    def embed(self, input_ids: torch.Tensor, lent: Any = None) -> torch.Tensor:
+        """Embed a block's inputs `(B, K)` with the drafter's own table or the target's, `lent`: `(B, K, D)`."""
+        table = self.embed_tokens if lent is None else lent
+        if table is None:
+            raise ValueError("This drafter has no embedding of its own: pass the target's.")
+        if self.config.embedding_scale is None:
+            return table(input_ids)
+        rows = nn.functional.embedding(input_ids, table.weight)
+        return rows * rows.new_tensor(self.config.embedding_scale)
 
     def forward(
         self,
@@ -338,21 +255,37 @@ class DSparkDraftModel(PreTrainedModel):
 
     def base_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module | None = None) -> torch.Tensor:
         """Base logits `U` `(B, K, V_d)` of the positions that predict, from `(B, num_block_inputs, D)`."""
+        return self.head_logits(hidden_states[:, self.config.first_prediction_slot :], lm_head)
+
+    def head_logits(self, hidden_states: torch.Tensor, lm_head: nn.Module | None = None) -> torch.Tensor:
+        """What the drafter's own head or `lm_head` makes of hidden states `(..., D)`: `(..., V_d)`."""
         head = self.lm_head if lm_head is None else lm_head
         if head is None:
             raise ValueError("This drafter has no head of its own: pass `lm_head`, the target's output embeddings.")
-        predicting = hidden_states[:, self.config.first_prediction_slot :]
         weight = getattr(head, "weight", None)
         if isinstance(weight, torch.Tensor) and weight.is_floating_point():
-            predicting = predicting.to(weight.dtype)
-        return head(predicting)
+            hidden_states = hidden_states.to(weight.dtype)
+        logits, cap = head(hidden_states), self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def to_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scatter `(B, V_d)` logits to `(B, V)`, with -inf for the tokens that cannot be drafted."""
+    def initial_state(self, hidden_states: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        """State `(B, r)` of the sequential head before the first token, from `(B, num_block_inputs, D)` and the anchors.
+
+        A recurrent head runs over every slot, so that one which only conditions is read first, with the anchor before it.
+        """
+        state = hidden_states.new_zeros(anchor.shape[0], self.config.markov_rank)
+        if self.markov_head is not None and self.config.markov_head_type == "rnn":
+            for slot in range(self.config.first_prediction_slot):
+                _, state = self.markov_head.step(self.markov_head.markov_w1(anchor), hidden_states[:, slot], state)
+        return state
+
+    def to_target_vocabulary(self, logits: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:
+        """Scatter `(B, V_d)` logits to `(B, vocab_size)`, `V` unless given, with -inf for what cannot be drafted."""
+        size = self.config.vocab_size if vocab_size is None else vocab_size
         kept = self.kept_token_ids
         if kept is None:
-            return logits
-        return logits.new_full((logits.shape[0], self.config.vocab_size), -torch.inf).index_copy_(1, kept, logits)
+            return nn.functional.pad(logits, (0, size - logits.shape[1]), value=-torch.inf)
+        return logits.new_full((logits.shape[0], size), -torch.inf).index_copy_(1, kept, logits)
 
     def draft(
         self,
@@ -361,6 +294,7 @@ class DSparkDraftModel(PreTrainedModel):
         choose: Choose,
         num_tokens: int | None = None,
         lm_head: nn.Module | None = None,
+        vocab_size: int | None = None,
     ) -> DSparkDraft:
         r"""
         The sequential stage (eq. 4): draw the block's tokens from left to right.
@@ -371,6 +305,7 @@ class DSparkDraftModel(PreTrainedModel):
             choose (`Choose`): Draws a token; called once for each position, in order.
             num_tokens (`int`, *optional*): Draw only so many tokens. `None` means `block_size`.
             lm_head (`nn.Module`, *optional*): Head to use instead of the drafter's own, giving `V_d` logits.
+            vocab_size (`int`, *optional*): Vocabulary of the target, where that is padded beyond the drafter's.
 
         Returns:
             [`DSparkDraft`]
@@ -381,14 +316,16 @@ class DSparkDraftModel(PreTrainedModel):
         drafted, probs, confidences = anchor.new_zeros(anchor.shape[0], 0), [], []
         previous, features = anchor, None
         bias: Any = 0.0
-        state = hidden_states.new_zeros(anchor.shape[0], self.config.markov_rank)
+        state = self.initial_state(hidden_states, anchor)
         for k in range(num_tokens):
             if self.markov_head is not None:
                 features = self.markov_head.markov_w1(previous)
                 bias, state = self.markov_head.step(features, predicting[:, k], state)
             if self.confidence_head is not None:
                 confidences.append(self.confidence_head(predicting[:, k], features))
-            previous, distribution = choose(k, self.to_target_vocabulary(base_logits[:, k] + bias), drafted)
+            previous, distribution = choose(
+                k, self.to_target_vocabulary(base_logits[:, k] + bias, vocab_size), drafted
+            )
             drafted = torch.cat([drafted, previous[:, None]], dim=1)
             probs.append(distribution)
         return DSparkDraft(
@@ -413,17 +350,20 @@ class DSparkDraftModel(PreTrainedModel):
         path = str(pretrained_model_name_or_path)
         hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
         tensors = checkpoint_tensors(path, **hub_kwargs)
-        _refuse_quantised(path, tensors)
+        redundant: tuple[str, ...] = ()
         if not isinstance(config, DSparkConfig):
             config_dict, _ = PreTrainedConfig.get_config_dict(path, **hub_kwargs)
-            if config_dict.get("model_type") != DSparkConfig.model_type:
+            # SpecForge's own config class has the same model_type, and nests fields as ours never does.
+            if config_dict.get("model_type") != DSparkConfig.model_type or "dflash_config" in config_dict:
                 found = _read_foreign(path, config_dict, tensors)
-                config, kwargs["key_mapping"] = found.config, found.key_mapping
+                config, kwargs["key_mapping"], redundant = found.config, found.key_mapping, found.redundant
+        refuse_quantised(tensors, path)
         return_info = kwargs.pop("output_loading_info", False)
         # Another shape is reported below, by name; transformers raises without one.
         kwargs |= {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
         loaded: Any = super().from_pretrained(path, *model_args, config=config, **kwargs)
         model, info = loaded
+        info["unexpected_keys"] = set(info["unexpected_keys"]) - set(redundant)
         _check_every_weight_used(path, info)
         model._check_kept_tokens(path)
         model._load_generation_config(path, hub_kwargs)
@@ -438,13 +378,22 @@ class DSparkDraftModel(PreTrainedModel):
         **kwargs: Any,
     ) -> None:
         """Save as [`PreTrainedModel.save_pretrained`] does, and the decoding options in `generation_config.json`."""
+        # The names that a foreign checkpoint had when it was loaded do not go with the config that is written.
+        kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         if is_main_process:
             self.generation_config.save_pretrained(save_directory)
         if push_to_hub:
             repo_id = kwargs.get("repo_id") or Path(save_directory).name
             hub_kwargs = {name: kwargs[name] for name in PUSH_KWARGS if name in kwargs}
-            self.push_to_hub(repo_id, **hub_kwargs)  # type: ignore[arg-type]  # its decorator hides the signature
+            self.push_to_hub(repo_id, **hub_kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]  # hidden by a decorator
+        """Upload as [`PreTrainedModel.push_to_hub`] does; where `dspark_hf` is imported, as a whole repository with more
+        arguments: `dspark_hf.publishing.push_to_hub`."""
+        if PUBLISHERS:
+            return PUBLISHERS[0](self, repo_id, **kwargs)
+        return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]  # as above
 
     def _check_kept_tokens(self, path: str) -> None:
         kept, size = self.kept_token_ids, self.config.vocab_size
@@ -498,18 +447,18 @@ def draft_attention_mask(
     Returns:
         `dict[str, torch.Tensor]`: Masks `(B, 1, K, N)` with 0 where a key is visible and the dtype's minimum elsewhere.
     """
-    keys = key_slots[:, None, :]
-    last = (
-        block_slots[..., None] if config.block_is_causal else block_slots[:, -1:, None].expand(*block_slots.shape, 1)
-    )
-    visible = keys <= last
-    if valid is not None:
-        visible = visible & valid[:, None, :]
+    keys, queries = key_slots[:, None, :], block_slots[..., None]
+    anchors, last = queries[:, :1], queries[:, -1:].expand_as(queries)
     masks = {}
     for layer_type in set(config.layer_types):
-        seen = visible
+        seen = keys <= (queries if layer_type in config.causal_layer_types else last)
         if layer_type == "sliding_attention":
-            seen = visible & (keys > block_slots[..., None] - config.sliding_window)
+            first = (
+                anchors - config.sliding_window if config.window_from_anchor else queries - config.sliding_window + 1
+            )
+            seen = seen & (keys >= first)
+        if valid is not None:
+            seen = seen & valid[:, None, :]
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         masks[layer_type] = mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
     return masks
@@ -527,6 +476,7 @@ def checkpoint_tensors(path: str, **hub_kwargs: Any) -> dict[str, tuple[str, tup
         `dict[str, tuple[str, tuple[int, ...]]]`: `{name: (safetensors dtype, shape)}`.
 
     Raises:
+        OSError: If there is no such folder or repository.
         ValueError: If there are no safetensors files.
     """
     optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, **hub_kwargs}
@@ -539,6 +489,13 @@ def checkpoint_tensors(path: str, **hub_kwargs: Any) -> dict[str, tuple[str, tup
     for name in names:
         file = cached_file(path, name, **optional)
         if file is None:
+            cached_file(
+                path, "config.json", **hub_kwargs
+            )  # raises what transformers raises where there is no repository
+            if "gguf" in path.lower() or any(Path(path).glob("*.gguf")):
+                raise ValueError(
+                    f"{path} holds GGUF files, which are for llama.cpp. Load the publisher's safetensors repository instead."
+                )
             raise ValueError(
                 f"{path} has no {name}. DSpark drafters are read from safetensors only; pickled weights can run code "
                 "when they are loaded. Convert them with safetensors.torch.save_file."
@@ -550,9 +507,10 @@ def checkpoint_tensors(path: str, **hub_kwargs: Any) -> dict[str, tuple[str, tup
     return tensors
 
 
-def _refuse_quantised(path: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+def refuse_quantised(tensors: dict[str, tuple[str, tuple[int, ...]]], path: str = "The checkpoint") -> None:
+    """Raise `ValueError` for weights that are not plain numbers."""
     quantised = [f"{key} ({dtype})" for key, (dtype, _) in tensors.items() if dtype not in _PLAIN_DTYPES]
-    quantised += [key for key in tensors if key.endswith((".weight_scale", ".qweight", ".weight_packed"))]
+    quantised += [key for key in tensors if key.endswith(_SCALES)]
     if quantised:
         raise ValueError(
             f"{path} holds quantised drafter weights: {', '.join(quantised[:3])}. A drafter must be float32, bfloat16 "
@@ -561,6 +519,7 @@ def _refuse_quantised(path: str, tensors: dict[str, tuple[str, tuple[int, ...]]]
 
 
 _PLAIN_DTYPES = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
+_SCALES = (".weight_scale", ".qweight", ".weight_packed")
 
 
 def _read_foreign(path: str, config_dict: dict, tensors: dict) -> CheckpointFormat:
