@@ -15,7 +15,7 @@ from dspark_hf import DSparkDraftModel
 from dspark_hf.taps import TapRecorder
 
 
-CASES = ["deepspec-qwen3-vanilla", "deepspec-qwen3-rnn"]
+CASES = ["deepspec-qwen3-vanilla", "deepspec-qwen3-rnn", "deepspec-gemma4-vanilla"]
 PROMPT = 13
 BATCH = (13, 9, 5)
 TOLERANCE = 1e-4  # absolute, float32; see golden/README.md
