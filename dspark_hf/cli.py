@@ -1,10 +1,12 @@
-"""Command line: `dspark-hf generate`, `data`, `train`, `calibrate` and `profile`.
+"""Command line: `dspark-hf generate`, `data`, `train`, `calibrate`, `profile`, `convert` and `publish`.
 
     dspark-hf generate --target Qwen/Qwen3-4B --drafter deepseek-ai/dspark_qwen3_4b_block7 --prompt "Why is the sky blue?"
     dspark-hf data --target Qwen/Qwen3-4B --self-instruct --num-prompts 5000 --output samples.jsonl
     dspark-hf train --target Qwen/Qwen3-4B --data samples.jsonl --output my-drafter
     dspark-hf calibrate --target Qwen/Qwen3-4B --drafter my-drafter --prompts prompts.jsonl
     dspark-hf profile --target Qwen/Qwen3-4B --drafter my-drafter --rows 1 2 4 8 --output curve.png
+    dspark-hf convert my-drafter for-vllm --to speculators --target Qwen/Qwen3-4B
+    dspark-hf publish my-drafter --target Qwen/Qwen3-4B --repo org/my-drafter
 
 `generate` streams text to standard output; the run's statistics end it in one line on standard error.
 """
@@ -17,10 +19,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, HfArgumentParser, TextStreamer, set_seed
 
+from dspark_hf.convert import add_convert_arguments, run_convert
 from dspark_hf.cost_curve import add_profile_arguments, run_profile
 from dspark_hf.evaluation.calibrate import add_calibrate_arguments, run_calibrate
 from dspark_hf.loading import load_target
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+from dspark_hf.publishing import add_publish_arguments, run_publish
 from dspark_hf.scheduling import SCHEDULES
 from dspark_hf.training.command import add_train_command
 from dspark_hf.training.data import add_data_arguments, run_data
@@ -59,6 +63,16 @@ def write_data(args: argparse.Namespace) -> None:
     """Let the target write samples and end with one line of counts."""
     counts = run_data(args)
     sys.stderr.write(", ".join(f"{number} {name}" for name, number in sorted(counts.items())) + "\n")
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Convert a drafter and print a command line that runs the result."""
+    sys.stdout.write(run_convert(args) + "\n")
+
+
+def publish(args: argparse.Namespace) -> None:
+    """Write or upload a drafter's repository and say where it is."""
+    sys.stderr.write(f"published: {run_publish(args)}\n")
 
 
 def load_pair(target: str, drafter: str, device: str, dtype: str) -> tuple[Any, DSparkDraftModel, Any]:
@@ -116,6 +130,14 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     add_calibrate_arguments(calibrate)
     calibrate.set_defaults(run=run_calibrate)
+    converting = commands.add_parser("convert", dataclass_types=[], help="write a drafter in this layout or another")
+    add_convert_arguments(converting)
+    converting.set_defaults(run=convert)
+    publishing = commands.add_parser(
+        "publish", dataclass_types=[], help="make a drafter's folder a whole Hub repository"
+    )
+    add_publish_arguments(publishing)
+    publishing.set_defaults(run=publish)
     command = commands.add_parser("generate", dataclass_types=[], help="stream a reply and end with its statistics")
     command.set_defaults(run=generate)
     command.add_argument("--target", required=True, help="folder or Hub name of the target")

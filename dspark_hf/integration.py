@@ -9,9 +9,9 @@
 [`disable`] undoes all three. The drafter is also registered with the Auto classes, which stays.
 """
 
+import copy
 import functools
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +36,6 @@ from dspark_hf.verification import check_verifiable
 
 
 _originals: dict[str, Callable] = {}
-_attached: weakref.WeakKeyDictionary[Any, Callable | None] = weakref.WeakKeyDictionary()
 
 
 def is_dspark_drafter(model: object) -> bool:
@@ -70,48 +69,91 @@ def disable() -> None:
     _originals.clear()
 
 
+class _AttachedGenerate:
+    """`generate` of one target with a drafter. A deep copy of the target drafts too, itself and with the same drafter."""
+
+    def __init__(self, target: TargetModel, drafter: DSparkDraftModel, previous: Callable | None):
+        self.target, self.drafter, self.previous = target, drafter, previous
+        functools.update_wrapper(self, type(target).generate)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _originals:
+            raise RuntimeError("dspark_hf is disabled: call dspark_hf.enable(), or dspark_hf.detach(target).")
+        kwargs.setdefault("assistant_model", self.drafter)
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.target).generate(self.target, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> "_AttachedGenerate":
+        return _AttachedGenerate(copy.deepcopy(self.target, memo), self.drafter, copy.deepcopy(self.previous, memo))
+
+
 def attach(target: TargetModel, drafter: DSparkDraftModel) -> None:
     r"""
     Make `target.generate(...)` use a drafter without being told, for code that cannot pass `assistant_model`.
 
     Args:
-        target (`PreTrainedModel`): The target; only this instance changes.
-        drafter ([`DSparkDraftModel`]): The drafter. A call may still pass another `assistant_model`.
+        target (`PreTrainedModel` or `peft.PeftModel`): The target; only this instance changes, and with a PEFT wrapper the
+            model inside, whose `generate` runs.
+        drafter ([`DSparkDraftModel`]): The drafter. A call may still pass another `assistant_model`, or `None`.
 
     Raises:
         RuntimeError: If the package is disabled; a later `generate` raises it too.
         TypeError: If `drafter` is no loaded DSpark drafter.
         ValueError: If the drafter was made for another target, or is on another device.
-        NotImplementedError: If the target cannot be verified, see `verification.check_verifiable`.
+        NotImplementedError: If the target cannot be verified, see `verification.check_verifiable`, or its adapters cannot.
     """
     if not _originals:
         raise RuntimeError("dspark_hf is disabled; call dspark_hf.enable() before attach().")
     if not is_dspark_drafter(drafter):
         raise TypeError(f"attach() needs a loaded DSpark drafter, got {type(drafter).__name__}.")
+    check_adapters(target)
+    target = _inside_peft(target)
     check_target(drafter, target)
     check_verifiable(target)
     detach(target)
-    generate = target.generate
-
-    @functools.wraps(generate)
-    def generate_with_drafter(*args: Any, assistant_model: Any = drafter, **kwargs: Any) -> Any:
-        if not _originals:
-            raise RuntimeError("dspark_hf is disabled: call dspark_hf.enable(), or dspark_hf.detach(target).")
-        return generate(*args, assistant_model=assistant_model, **kwargs)
-
-    _attached[target] = target.__dict__.get("generate")
-    target.__dict__["generate"] = generate_with_drafter
+    target.__dict__["generate"] = _AttachedGenerate(target, drafter, target.__dict__.get("generate"))
 
 
 def detach(target: TargetModel) -> None:
     """Undo [`attach`]."""
-    if target not in _attached:
+    target = _inside_peft(target)
+    attached = target.__dict__.get("generate")
+    if not isinstance(attached, _AttachedGenerate):
         return
-    previous = _attached.pop(target)
-    if previous is None:
+    if attached.previous is None:
         del target.__dict__["generate"]
     else:
-        target.__dict__["generate"] = previous
+        target.__dict__["generate"] = attached.previous
+
+
+def _inside_peft(target: TargetModel) -> TargetModel:
+    """The model inside a PEFT wrapper, adapter layers included; any other model itself."""
+    get_base_model = getattr(target, "get_base_model", None)
+    return target if get_base_model is None else get_base_model()
+
+
+def check_adapters(target: TargetModel) -> None:
+    r"""
+    Check that a target's PEFT adapters act on each token alone, whatever else a forward holds.
+
+    Args:
+        target (`PreTrainedModel` or `peft.PeftModel`): With adapters or without.
+
+    Raises:
+        NotImplementedError: For prompt learning, X-LoRA and activated LoRA.
+    """
+    # Prompt learning leaves no mark on the model inside its wrapper but this: the wrapper prepares the inputs.
+    prepares = getattr(getattr(target, "prepare_inputs_for_generation", None), "__self__", target)
+    configs = [getattr(model, "peft_config", None) or {} for model in (target, prepares)]
+    for config in (config for by_name in configs for config in by_name.values()):
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        activated = getattr(config, "alora_invocation_tokens", None) is not None
+        if config.is_prompt_learning or kind == "XLORA" or activated:
+            raise NotImplementedError(
+                f"DSpark verifies several tokens in one forward, and {'activated LoRA' if activated else kind} adapters do "
+                "not treat them as they would one by one. Call generate() without a drafter, or use adapters such as LoRA."
+            )
 
 
 def _wrap_assisted_decoding(original: Callable) -> Callable:
@@ -149,6 +191,7 @@ def _wrap_validation(original: Callable) -> Callable:
             original(self, generation_mode, generation_config, generation_mode_kwargs)
             return
         check_mode(generation_config, generation_mode_kwargs)
+        check_adapters(self)
         check_verifiable(self)
         check_target(drafter, self)
         read_options(drafter, generation_config)

@@ -63,7 +63,7 @@ def check_mode(generation_config: GenerationConfig, mode_kwargs: dict[str, Any])
 
     Raises:
         NotImplementedError: Naming the option and the alternative.
-        ValueError: If `assistant_tokenizer` is given.
+        ValueError: If `assistant_tokenizer` is given and not of the target's size.
     """
 
     def refuse(name: str, value: object, instead: str) -> None:
@@ -97,7 +97,11 @@ def check_mode(generation_config: GenerationConfig, mode_kwargs: dict[str, Any])
         value = getattr(generation_config, name, None)
         if value:
             refuse(name, value, alone)
-    if mode_kwargs.get("assistant_tokenizer") is not None:
+    # Pipelines pass one where special ids differ, or the target's vocabulary is padded. The target decides every token, so
+    # a wrong one costs speed only: sizes are compared, not all tokens in every call.
+    tokenizers = [mode_kwargs.get(name) for name in ("tokenizer", "assistant_tokenizer")]
+    own, other = (getattr(tokenizer, "vocab_size", None) for tokenizer in tokenizers)
+    if tokenizers[1] is not None and (other is None or own != other):
         raise ValueError("A DSpark drafter shares the target's tokenizer: leave out `assistant_tokenizer`.")
 
 

@@ -6,12 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
-import transformers
 from conftest import GOLDEN, VOCAB, make_drafter, make_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
@@ -28,6 +25,7 @@ FILES = {
     "generation_config.json",
     "model.safetensors",
     "configuration_dspark.py",
+    "layers_dspark.py",
     "modeling_dspark.py",
 }
 VARIANTS = {
@@ -52,17 +50,6 @@ def saved_drafter(target, folder: Path, dtype=torch.float32, **overrides) -> DSp
     return drafter
 
 
-@pytest.fixture
-def modules_cache(tmp_path, monkeypatch):
-    """Keep the modules that come with a checkpoint out of the user's cache."""
-    folder = tmp_path / "modules"
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
-    monkeypatch.syspath_prepend(str(folder))
-    yield folder
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-        del sys.modules[name]
-
-
 # Saved files
 
 
@@ -80,7 +67,7 @@ def test_a_saved_drafter_is_a_whole_repository(target, tmp_path):
 
 def test_the_published_modules_are_the_ones_that_run_here(target, tmp_path):
     saved_drafter(target, tmp_path)
-    for name in ("configuration_dspark", "modeling_dspark"):
+    for name in ("configuration_dspark", "layers_dspark", "modeling_dspark"):
         source = Path(getattr(dspark_hf.modeling, name).__file__)
         assert (tmp_path / f"{name}.py").read_text() == source.read_text()
         assert not re.search(r"^\s*(import|from) dspark_hf", source.read_text(), re.MULTILINE)
@@ -238,6 +225,7 @@ import torch
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
+from transformers.dynamic_module_utils import check_imports
 
 root = Path(sys.argv[1])
 for folder in sorted(path.parent for path in root.glob("*/inputs.safetensors")):
@@ -252,10 +240,15 @@ for folder in sorted(path.parent for path in root.glob("*/inputs.safetensors")):
         context = model.project_context(inputs["taps"])
         hidden = model(inputs["embeds"], context, inputs["positions"], inputs["context_positions"]).last_hidden_state
     save_file({"hidden": hidden}, folder / "outputs.safetensors")
-try:
-    type(model).from_pretrained(sys.argv[2])
-except ValueError as error:
-    print(error)
+for refused in (
+    lambda: type(model).from_pretrained(sys.argv[2]),
+    lambda: AutoModel.from_pretrained(folder, trust_remote_code=False),
+    lambda: check_imports(sys.argv[3]),
+):
+    try:
+        refused()
+    except (ValueError, ImportError) as error:
+        print(error)
 """
 
 
@@ -274,10 +267,15 @@ def test_a_drafter_drafts_the_same_in_a_process_that_has_no_dspark_hf(target, tm
         }
         save_file(inputs, folder / "inputs.safetensors")
         drafters[folder] = (drafter, inputs)
-    result = run_alone(tmp_path, tmp_path / "drafters", GOLDEN / "deepspec-qwen3-vanilla" / "drafter")
+    custom_generate = Path(dspark_hf.__file__).parent / "custom_generate.py"
+    foreign = GOLDEN / "deepspec-qwen3-vanilla" / "drafter"
+    result = run_alone(tmp_path, tmp_path / "drafters", foreign, custom_generate)
     assert result.returncode == 0, result.stderr
     # Alone, the published file reads its own layout.
     assert "`import dspark_hf` reads more packagings" in result.stdout
+    # Nothing that came with a checkpoint runs unasked, and `custom_generate` says what it lacks.
+    assert "trust_remote_code=True" in result.stdout
+    assert "pip install dspark_hf" in result.stdout
     for folder, (drafter, inputs) in drafters.items():
         with torch.no_grad():
             context = drafter.project_context(inputs["taps"])
@@ -299,34 +297,11 @@ def run_alone(tmp_path: Path, *arguments: Path) -> subprocess.CompletedProcess:
 # Upload
 
 
-@pytest.fixture
-def uploads(monkeypatch):
-    """Replace the Hub: returns what every commit would have uploaded, `(repository, {path: content})`."""
-    commits = []
-
-    def create_repo(self, repo_id, **kwargs):
-        assert isinstance(self, huggingface_hub.HfApi)
-        assert kwargs["exist_ok"]
-        return SimpleNamespace(repo_id=f"me/{repo_id}")
-
-    def create_commit(self, repo_id, operations, **kwargs):
-        assert isinstance(self, huggingface_hub.HfApi)
-        files = {operation.path_in_repo: Path(operation.path_or_fileobj).read_bytes() for operation in operations}
-        commits.append((repo_id, files, kwargs.get("commit_message")))
-        return SimpleNamespace(commit_url="https://huggingface.co/commit", oid="0", pr_url=None)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", create_commit)
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
-    card = huggingface_hub.ModelCard("---\nlibrary_name: transformers\n---\n")
-    monkeypatch.setattr(transformers.utils.hub, "create_and_tag_model_card", lambda *_, **__: card)
-    return commits
-
-
-def test_push_to_hub_uploads_all_that_a_process_without_this_package_needs(target, uploads):
+def test_push_to_hub_uploads_all_that_a_process_without_this_package_needs(target, hub):
     drafter = make_drafter(target)
     drafter.generation_config.num_assistant_tokens = 3
     drafter.push_to_hub("my-drafter")
-    ((repository, files, _),) = uploads
+    ((repository, files, _),) = hub.commits
     assert repository == "me/my-drafter"
     assert set(files) >= FILES | {"README.md"}
     assert json.loads(files["generation_config.json"])["num_assistant_tokens"] == 3
@@ -334,13 +309,14 @@ def test_push_to_hub_uploads_all_that_a_process_without_this_package_needs(targe
 
 
 @pytest.mark.parametrize(("given", "repository"), [({"repo_id": "named"}, "me/named"), ({}, "me/folder")])
-def test_save_pretrained_can_upload_too(target, tmp_path, uploads, given, repository):
+def test_save_pretrained_can_upload_too(target, tmp_path, hub, given, repository):
     make_drafter(target).save_pretrained(
         tmp_path / "folder", push_to_hub=True, commit_message="Add a drafter", token="secret", **given
     )
     assert {path.name for path in (tmp_path / "folder").iterdir()} >= FILES
-    ((pushed_to, files, message),) = uploads
+    ((pushed_to, files, options),) = hub.commits
     assert pushed_to == repository
     assert set(files) >= FILES
-    assert message == "Add a drafter"
+    assert options["commit_message"] == "Add a drafter"
+    assert hub.tokens == {"secret"}
     assert not any(b"secret" in content for content in files.values())

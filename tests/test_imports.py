@@ -15,14 +15,16 @@ LAYERS = [
     {"modeling", "host", "loading", "narrow", "reference_pair", "transfer"},
     {"sampling", "verification_cost", "calibration", "metrics", "gating"},
     {"acceptance", "scheduling"},
-    {"caches", "taps", "processors", "sequences", "outputs", "options", "checkpoints"},
-    {"verification", "drafting"},
-    {"committing", "cost_curve"},
+    {"caches", "taps", "processors", "sequences", "outputs", "options", "checkpoints", "model_card", "quantised"},
+    {"recurrent"},
+    {"verification", "judging", "publishing", "convert"},
+    {"committing", "drafting"},
+    {"cost_curve"},
     {"planning"},
     {"decoding"},
     {"integration"},
     {"training", "evaluation"},
-    {"cli"},
+    {"cli", "custom_generate"},  # the second is published with a drafter
 ]
 MATHEMATICS = LAYERS[1] | LAYERS[2]
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}

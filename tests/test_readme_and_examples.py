@@ -29,7 +29,7 @@ def test_the_demo_gives_the_targets_own_tokens():
 
 
 def test_the_reference_drafters_modelling_files_are_the_packages_own():
-    for name in ("configuration_dspark.py", "modeling_dspark.py"):
+    for name in ("configuration_dspark.py", "layers_dspark.py", "modeling_dspark.py"):
         published = ROOT / "examples" / "smollm2-135m-dspark" / name
         assert published.read_text() == (ROOT / "modeling" / name).read_text(), (
             f"copy modeling/{name} over {published}"
