@@ -4,7 +4,7 @@
     dspark-hf convert my-drafter for-vllm --to speculators --target Qwen/Qwen3-4B
     dspark-hf convert my-drafter for-sglang --to deepspec --target Qwen/Qwen3-4B
 
-The destination is written beside itself first and moved into place when it is whole.
+Files are written beside their place first and moved when all are whole.
 """
 
 import argparse
@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 
 from dspark_hf.checkpoints.writers import ExportedDrafter, to_deepspec, to_speculators
 from dspark_hf.loading import load_target
+from dspark_hf.modeling.configuration_dspark import hub_name
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+from dspark_hf.taps import check_shape
 
 
 logger = logging.getLogger(__name__)
@@ -54,30 +56,34 @@ def run_convert(args: argparse.Namespace) -> str:
         `str`: A command line that runs the result.
 
     Raises:
-        ValueError: If the destination holds something, or the layout needs a target that is not given.
+        ValueError: If the destination holds something, or the layout needs a target that is not given or does not fit.
         NotImplementedError: If the layout cannot say what the drafter computes.
     """
-    destination: Path = args.destination
+    destination: Path = args.destination.resolve()
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ValueError(f"{destination} exists and is not an empty folder. Give another destination.")
+        raise ValueError(f"{args.destination} exists and is not an empty folder. Give another destination.")
     drafter = DSparkDraftModel.from_pretrained(args.source, dtype="auto", revision=args.revision or "main")
     target_name: str | None = args.target or drafter.config.target_name
+    drafter.config.target_name = hub_name(target_name)  # for what is published later
     if args.to == "speculators" and target_name is None:
         raise ValueError("--to speculators writes the target's name into the config: pass --target.")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".partial-") as partial:
+    beside = destination if destination.exists() else destination.parent  # an empty folder may be another volume
+    with tempfile.TemporaryDirectory(dir=beside, prefix=".partial-") as partial:
         whole = Path(partial) / "drafter"
         if args.to == "dspark":
             drafter.save_pretrained(whole)
         else:
             _save(_exported(drafter, args.to, target_name), whole)
         if destination.exists():
-            destination.rmdir()
-        whole.rename(destination)
+            for file in sorted(whole.iterdir(), key=lambda file: file.name == "config.json"):
+                file.replace(destination / file.name)
+        else:
+            whole.rename(destination)
     if args.to != "dspark" and drafter.config.confidence_temperatures is not None:
         logger.warning("The layout %r has no field for calibration temperatures: they are left out.", args.to)
     return COMMANDS[args.to].format(
-        target=target_name or "<target>", folder=destination, tokens=drafter.config.block_size
+        target=target_name or "<target>", folder=args.destination, tokens=drafter.config.block_size
     )
 
 
@@ -87,7 +93,10 @@ def _exported(drafter: DSparkDraftModel, layout: str, target_name: str | None) -
     borrows = not (drafter.config.has_embedding and drafter.config.has_lm_head)
     if borrows and target_name is None:
         raise ValueError("DeepSpec's layout carries the target's embedding and head: pass --target.")
-    return to_deepspec(drafter, load_target(str(target_name), "auto", "cpu") if borrows else None)
+    target = load_target(str(target_name), "auto", "cpu") if borrows else None
+    if target is not None:
+        check_shape(drafter.config, target.config)
+    return to_deepspec(drafter, target)
 
 
 def _save(exported: ExportedDrafter, folder: Path) -> None:

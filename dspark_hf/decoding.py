@@ -287,7 +287,7 @@ class Decoding:
     def _judge_drafter(self, records: list[RoundRecord], before: list[int]) -> None:
         """Show a round's outcome to the judge: reading the tokens waits for the device, in the first rounds alone."""
         next_tokens: list[int | None] = [None] * len(self.sequences)
-        if self.judge.watches_slots:
+        if self.judge.has_looked:
             columns = upload(before, self.sequences.tokens.device)[:, None]
             first = self.sequences.tokens.gather(1, columns.clamp(max=self.sequences.tokens.shape[1] - 1))[
                 :, 0

@@ -20,10 +20,10 @@ from dspark_hf.modeling.modeling_dspark import Choose, DSparkDraft, DSparkDraftM
 class BorrowedHead(nn.Linear):
     """The rows of the target's head for the tokens that a reduced vocabulary keeps."""
 
-    def __init__(self, head: Any, kept: torch.Tensor):
-        bias = getattr(head, "bias", None)
-        super().__init__(head.weight.shape[1], len(kept), bias=bias is not None, device="meta")
-        self.weight = nn.Parameter(head.weight[kept], requires_grad=False)
+    def __init__(self, head: Any, kept: torch.Tensor | slice):
+        bias, weight = getattr(head, "bias", None), head.weight[kept]
+        super().__init__(weight.shape[1], len(weight), bias=bias is not None, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
             self.bias = nn.Parameter(bias[kept], requires_grad=False)
 
@@ -173,7 +173,8 @@ _compared_with: weakref.WeakKeyDictionary[DSparkDraftModel, weakref.ref] = weakr
 def is_plain(module: Any) -> bool:
     """Whether a module's weight is an ordinary parameter: not packed, and no quantised tensor that passes for one."""
     weight = getattr(module, "weight", None)
-    return type(weight) is nn.Parameter and weight.is_floating_point()
+    # Float8 means nothing without its scales.
+    return type(weight) is nn.Parameter and weight.is_floating_point() and weight.itemsize > 1
 
 
 def check_lending(drafter: DSparkDraftModel, target: TargetModel) -> None:
@@ -204,11 +205,14 @@ def check_lending(drafter: DSparkDraftModel, target: TargetModel) -> None:
         )
 
 
-def _borrowed_rows(drafter: DSparkDraftModel, target: TargetModel) -> torch.Tensor | None:
-    """The rows `(V_d,)` of the target's head that a drafter without a head takes, `None` for the whole of it."""
+def _borrowed_rows(drafter: DSparkDraftModel, target: TargetModel) -> torch.Tensor | slice | None:
+    """The rows `(V_d,)` of the target's head that a drafter without a head takes, `None` for the whole of it.
+
+    All but the padding of a vocabulary is a slice: a view, where indices would copy the head in every call.
+    """
     kept = drafter.kept_token_ids
     if kept is None and drafter.config.vocab_size < target.config.get_text_config(decoder=True).vocab_size:
-        kept = torch.arange(drafter.config.vocab_size, device=drafter.device)
+        return slice(drafter.config.vocab_size)
     return kept
 
 

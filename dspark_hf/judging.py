@@ -59,6 +59,11 @@ class DrafterJudge:
         """Whether [`look`] still wants to see blocks."""
         return self.first.slot_rounds < ROUNDS and self.drafter.config.num_block_inputs > 1
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether [`observe`] wants to know what came after the anchors of a block."""
+        return self._predictions is not None
+
     def look(self, hidden_states: torch.Tensor, anchor: torch.Tensor, lm_head: nn.Module | None) -> None:
         r"""
         Note what each of the first two slots would propose for the token after the anchor.

@@ -158,10 +158,13 @@ def measured(record: Mapping[str, Any]) -> str:
             f"seconds are medians of {decoding['repeats']} runs, in turn with plain `generate()`."
         )
         versions = ", ".join(f"{name} {where[name]}" for name in ("dspark_hf", "transformers", "torch"))
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"This is no record of `python -m dspark_hf.evaluation.speed`: {error} is missing."
-        ) from error
+    except (KeyError, TypeError, IndexError) as error:
+        what = (
+            f"{error} is missing"
+            if isinstance(error, KeyError)
+            else "it is built otherwise, or has no row for all prompts"
+        )
+        raise ValueError(f"This is no record of `python -m dspark_hf.evaluation.speed`: {what}.") from error
     legend = (
         "τ is the accepted length, tokens a round with the target's own; ratio is plain seconds over DSpark seconds, in total "
         "and by prompt; acceptance is by position, given that the positions before were accepted."

@@ -21,7 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Remo
 from transformers import AutoConfig, AutoTokenizer
 
 from dspark_hf import model_card
-from dspark_hf.modeling.configuration_dspark import hub_name
+from dspark_hf.modeling.configuration_dspark import DSparkConfig, hub_name
 from dspark_hf.modeling.modeling_dspark import PUBLISHERS, DSparkDraftModel
 from dspark_hf.taps import check_shape
 
@@ -303,6 +303,11 @@ def add_publish_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit-message", help="with --repo")
 
 
+def _is_own_layout(folder: Path) -> bool:
+    config = folder / "config.json"
+    return not config.is_file() or json.loads(config.read_text("utf-8")).get("model_type") == DSparkConfig.model_type
+
+
 def run_publish(args: argparse.Namespace) -> str:
     """Write or upload as the parsed arguments say; return where it is now."""
     if args.repo is None and (args.private or args.revision or args.create_pr or args.commit_message):
@@ -322,6 +327,11 @@ def run_publish(args: argparse.Namespace) -> str:
         "tags": args.tags,
         "max_shard_size": args.max_shard_size,
     }
+    if args.repo is None and args.output is None and not _is_own_layout(local):
+        raise ValueError(
+            f"{args.drafter} is in another layout, and publishing would overwrite it in this package's. Give --output FOLDER, or "
+            "convert it first: dspark-hf convert."
+        )
     drafter = DSparkDraftModel.from_pretrained(args.drafter, dtype="auto")
     if args.repo is None:
         output = args.output or args.drafter

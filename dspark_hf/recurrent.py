@@ -135,6 +135,7 @@ def _copy_rows(source: list[torch.Tensor], target: list[torch.Tensor], counts: l
     chosen = [row for row, own in enumerate(counts) if own == count]
     if not chosen:
         return
+    on_device = {device: upload(chosen, device) for device in {state.device for state in source}}
     for old, new in zip(source, target, strict=True):
-        rows = upload(chosen, old.device)
+        rows = on_device[old.device]
         new[rows] = old[rows]

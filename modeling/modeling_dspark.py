@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
@@ -212,7 +212,8 @@ class DSparkDraftModel(PreTrainedModel):
         if self.config.embedding_scale is None:
             return table(input_ids)
         rows = nn.functional.embedding(input_ids, table.weight)
-        return rows * rows.new_tensor(self.config.embedding_scale)
+        # On the CPU, where a lone number costs no copy to the device; rounded as the rows are, as in Gemma.
+        return rows * torch.tensor(self.config.embedding_scale, dtype=rows.dtype)
 
     def forward(
         self,
@@ -263,7 +264,7 @@ class DSparkDraftModel(PreTrainedModel):
         if head is None:
             raise ValueError("This drafter has no head of its own: pass `lm_head`, the target's output embeddings.")
         weight = getattr(head, "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.itemsize > 1:  # not float8
             hidden_states = hidden_states.to(weight.dtype)
         logits, cap = head(hidden_states), self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -342,6 +343,7 @@ class DSparkDraftModel(PreTrainedModel):
     ) -> Any:
         r"""
         Load a drafter as [`PreTrainedModel.from_pretrained`] does, in this layout or in any that `dspark_hf` reads.
+        Fields of [`DSparkConfig`] among the arguments replace those of the checkpoint.
 
         Raises:
             ValueError: If the packaging is not known, the weights are quantised or pickled, or any weight is missing,
@@ -356,7 +358,9 @@ class DSparkDraftModel(PreTrainedModel):
             # SpecForge's own config class has the same model_type, and nests fields as ours never does.
             if config_dict.get("model_type") != DSparkConfig.model_type or "dflash_config" in config_dict:
                 found = _read_foreign(path, config_dict, tensors)
-                config, kwargs["key_mapping"], redundant = found.config, found.key_mapping, found.redundant
+                fields = {name: kwargs.pop(name) for name in DSparkConfig.__annotations__ if name in kwargs}
+                config = DSparkConfig.from_dict(found.config.to_dict() | fields) if fields else found.config
+                kwargs["key_mapping"], redundant = found.key_mapping, found.redundant
         refuse_quantised(tensors, path)
         return_info = kwargs.pop("output_loading_info", False)
         # Another shape is reported below, by name; transformers raises without one.
@@ -477,7 +481,7 @@ def checkpoint_tensors(path: str, **hub_kwargs: Any) -> dict[str, tuple[str, tup
 
     Raises:
         OSError: If there is no such folder or repository.
-        ValueError: If there are no safetensors files.
+        ValueError: If there are no safetensors files, or one is damaged.
     """
     optional: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, **hub_kwargs}
     index = cached_file(path, "model.safetensors.index.json", **optional)
@@ -485,7 +489,7 @@ def checkpoint_tensors(path: str, **hub_kwargs: Any) -> dict[str, tuple[str, tup
         names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     else:
         names = ["model.safetensors"]
-    tensors = {}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name in names:
         file = cached_file(path, name, **optional)
         if file is None:
@@ -500,11 +504,18 @@ def checkpoint_tensors(path: str, **hub_kwargs: Any) -> dict[str, tuple[str, tup
                 f"{path} has no {name}. DSpark drafters are read from safetensors only; pickled weights can run code "
                 "when they are loaded. Convert them with safetensors.torch.save_file."
             )
-        with safe_open(file, framework="pt") as handle:
-            for key in handle.keys():  # noqa: SIM118  # the handle itself cannot be iterated
-                part = handle.get_slice(key)
-                tensors[key] = (part.get_dtype(), tuple(part.get_shape()))
+        tensors |= _header(file)
     return tensors
+
+
+def _header(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtypes and shapes of a safetensors file's tensors."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            parts = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118  # it cannot be iterated
+            return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no whole safetensors file: {error}. Download or copy it again.") from error
 
 
 def refuse_quantised(tensors: dict[str, tuple[str, tuple[int, ...]]], path: str = "The checkpoint") -> None:

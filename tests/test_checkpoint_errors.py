@@ -222,6 +222,14 @@ def test_a_shard_that_is_missing_is_named(checkpoint):
         checkpoint.load()
 
 
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_file_that_was_cut_off_is_named(checkpoint, size):
+    file = checkpoint.folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ValueError, match="model.safetensors is no whole safetensors file"):
+        checkpoint.load()
+
+
 # Other packagings
 
 

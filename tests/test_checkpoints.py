@@ -149,6 +149,14 @@ def test_a_stretched_rotary_embedding_is_read_in_old_and_new_form(checkpoint, fi
     assert not torch.equal(drafter.rotary_emb.inv_freq, plain)
 
 
+def test_fields_of_the_config_can_be_given(checkpoint):
+    drafter = checkpoint.load(first_prediction_slot=1, block_size=4)
+    assert (drafter.config.first_prediction_slot, drafter.config.block_size) == (1, 4)
+    assert drafter.config.num_block_inputs == checkpoint.load().config.num_block_inputs
+    with pytest.raises(ValueError, match="`first_prediction_slot` must be 0 or 1, got 2"):
+        checkpoint.load(first_prediction_slot=2)
+
+
 def test_sharded_safetensors_with_an_index_load(checkpoint):
     weights, names = checkpoint.weights, sorted(checkpoint.weights)
     parts = {"model-00001-of-00002.safetensors": names[:10], "model-00002-of-00002.safetensors": names[10:]}

@@ -5,10 +5,11 @@ import logging
 
 import pytest
 import torch
-from conftest import GOLDEN, make_drafter, shared_target
+from conftest import GOLDEN, make_drafter, make_target, shared_target
 from safetensors.torch import load_file
 
-from dspark_hf import DSparkDraftModel
+from dspark_hf import DSparkConfig, DSparkDraftModel
+from dspark_hf.checkpoints.deepspec import read
 from dspark_hf.checkpoints.writers import NOT_OF_THE_WEIGHTS, to_deepspec, to_speculators
 from dspark_hf.cli import main
 
@@ -23,6 +24,7 @@ EVERYWHERE = {
     "slot 1": {"first_prediction_slot": 1},
     "embedding tap": {"target_layer_ids": [-1, 0]},
     "biases, no norms": {"attention_bias": True, "qk_norm": False},
+    "fields of its training": {"initializer_range": 0.01, "attention_dropout": 0.1},
     "yarn": {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -105,10 +107,8 @@ def test_there_and_back_is_exact(tmp_path, target_folder, capsys, layout, name):
         assert torch.equal(tensor, expected), key
         assert tensor.dtype == expected.dtype, key
     assert set(drafter.state_dict()) <= set(state)
-    before, after = drafter.config.to_dict(), again.config.to_dict()
-    assert {k: v for k, v in before.items() if k not in NOT_OF_THE_WEIGHTS} == {
-        k: v for k, v in after.items() if k not in NOT_OF_THE_WEIGHTS
-    }
+    for field in set(DSparkConfig.__annotations__) - set(NOT_OF_THE_WEIGHTS):
+        assert getattr(drafter.config, field) == getattr(again.config, field), field
 
 
 @pytest.mark.parametrize("case", ["deepspec-qwen3-vanilla", "deepspec-qwen3-rnn", "deepspec-gemma4-vanilla"])
@@ -146,6 +146,18 @@ REFUSED = {
         SLIDING | {"causal_layer_types": ["full_attention"]},
         "causal_layer_types",
     ),
+    ("deepspec", "raw last tap"): ({"target_layer_ids": [0, 1]}, "after the final norm"),
+    ("deepspec", "final norm"): ({"target_layer_ids": [0, -2]}, "names layers alone"),
+    ("deepspec", "own embedding, scaled"): ({"embedding_scale": 2.0, "has_embedding": True}, "embedding_scale=2.0"),
+    ("deepspec", "gemma 4, unscaled"): (
+        {"backbone": "gemma4", "attention_k_eq_v": True, "hidden_act": "gelu_pytorch_tanh"},
+        "reads its target's otherwise",
+    ),
+    ("deepspec", "gemma 4, own embedding, unscaled"): (
+        {"backbone": "gemma4", "attention_k_eq_v": True, "hidden_act": "gelu_pytorch_tanh", "has_embedding": True},
+        "embedding_scale=None",
+    ),
+    ("speculators", "scaled embedding"): ({"embedding_scale": 2.0}, "embedding_scale=2.0"),
     ("speculators", "window from the query"): (SLIDING, "window_from_anchor=False"),
     ("speculators", "normed last tap"): (
         {"target_layer_ids": [0, 1], "normed_last_tap": True},
@@ -166,6 +178,42 @@ def test_what_a_layout_cannot_say_is_refused_by_name(key):
         to_deepspec(drafter, shared_target()) if layout == "deepspec" else to_speculators(drafter, "org/target")
 
 
+@pytest.mark.parametrize(("family", "scale"), [("gemma3", None), ("gemma3", 1.0), ("llama", 1.0), ("llama", 3.0)])
+def test_a_lent_embedding_is_written_as_the_drafter_reads_it(family, scale):
+    target = make_target(family)
+    drafter = make_drafter(target, embedding_scale=scale)
+    exported = to_deepspec(drafter, target)
+    shapes = {name: ("F32", tuple(tensor.shape)) for name, tensor in exported.tensors.items()}
+    again = DSparkDraftModel(read(exported.config, shapes).config)
+    again.load_state_dict(exported.tensors)
+    tokens = torch.arange(10)[None]
+    assert torch.equal(again.embed(tokens), drafter.embed(tokens, target.get_input_embeddings()))
+
+
+def test_a_head_with_a_bias_or_packed_tables_are_refused():
+    target = make_target("llama", num_hidden_layers=2)
+    drafter = make_drafter(target)
+    head = target.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.ones(head.out_features))
+    with pytest.raises(NotImplementedError, match="head has one"):
+        to_deepspec(drafter, target)
+    head.weight = torch.nn.Parameter(head.weight.to(torch.uint8), requires_grad=False)
+    with pytest.raises(NotImplementedError, match="quantised"):
+        to_deepspec(drafter, target)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [({"hidden_size": 64}, "hidden size 32"), ({"vocab_size": 50}, "vocabulary size 64"), ({}, "number of layers 2")],
+)
+def test_a_target_that_does_not_fit_is_refused(tmp_path, capsys, overrides, message):
+    saved(tmp_path / "mine")
+    make_target("llama", **overrides).save_pretrained(tmp_path / "target")
+    arguments = (tmp_path / "mine", tmp_path / "theirs", "--to", "deepspec", "--target", tmp_path / "target")
+    assert message in refusal(capsys, *arguments)
+    assert not (tmp_path / "theirs").exists()
+
+
 def test_a_refused_conversion_leaves_nothing_behind(tmp_path, capsys):
     saved(tmp_path / "mine", draft_vocab_size=20, **OWN)
     assert "reduced vocabulary" in refusal(capsys, tmp_path / "mine", tmp_path / "theirs", "--to", "deepspec")
@@ -179,11 +227,20 @@ def test_a_destination_that_holds_something_is_left_alone(tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == before
 
 
-def test_an_empty_destination_is_taken(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["new", "link", "."])
+def test_an_empty_destination_is_taken(tmp_path, capsys, monkeypatch, name):
     saved(tmp_path / "mine")
     (tmp_path / "new").mkdir()
-    convert(capsys, tmp_path / "mine", tmp_path / "new")
-    assert (tmp_path / "new" / "model.safetensors").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    monkeypatch.chdir(tmp_path / "new" if name == "." else tmp_path)
+    convert(capsys, tmp_path / "mine", name)
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "new").iterdir()}
+    assert not list(tmp_path.rglob(".partial-*"))
+
+
+def test_the_targets_name_is_kept(tmp_path, capsys):
+    convert(capsys, GOLDEN / "deepspec-qwen3-vanilla" / "drafter", tmp_path / "mine", "--target", "org/target")
+    assert json.loads((tmp_path / "mine" / "config.json").read_text())["target_name"] == "org/target"
 
 
 @pytest.mark.parametrize("layout", ["deepspec", "speculators"])

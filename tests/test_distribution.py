@@ -392,11 +392,11 @@ class Redrawing(DSparkDraftModel):
 
     redraw = None
 
-    def draft(self, hidden_states, anchor, choose, num_tokens=None, lm_head=None):
+    def draft(self, hidden_states, anchor, choose, *rest):
         def redraw(index, logits, drafted):
             return self.redraw(choose, index, logits, drafted)
 
-        return super().draft(hidden_states, anchor, redraw, num_tokens, lm_head)
+        return super().draft(hidden_states, anchor, redraw, *rest)
 
 
 def faithful(choose, index, logits, drafted):
@@ -447,8 +447,8 @@ class Anticipating(DSparkDraftModel):
 
     anticipate = None
 
-    def draft(self, hidden_states, anchor, choose, num_tokens=None, lm_head=None):
-        drawn = super().draft(hidden_states, anchor, choose, num_tokens, lm_head)
+    def draft(self, hidden_states, anchor, choose, *rest):
+        drawn = super().draft(hidden_states, anchor, choose, *rest)
         return DSparkDraft(tokens=drawn.tokens, probs=drawn.probs, confidence_logits=self.anticipate(drawn))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import left_padded, make_drafter, make_target
 
-from dspark_hf.drafting import check_lending
+from dspark_hf.drafting import Drafting, check_lending
 
 
 def owning_drafter(target, same: bool):
@@ -62,6 +62,21 @@ def test_a_reduced_vocabulary_cannot_borrow_from_a_quantised_head():
     target.lm_head.weight = torch.nn.Parameter(torch.zeros(64, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(NotImplementedError, match="quantised head"):
         check_lending(drafter, target)
+
+
+def test_float8_passes_for_no_plain_weight():
+    target = make_target()
+    target.lm_head.weight = torch.nn.Parameter(torch.zeros(64, 32).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(NotImplementedError, match="quantised head"):
+        check_lending(make_drafter(target, draft_vocab_size=8), target)
+
+
+def test_all_but_the_padding_of_a_head_is_lent_without_a_copy():
+    target = make_target()
+    drafter = make_drafter(target, vocab_size=60, mask_token_id=59)
+    lent = Drafting(drafter, target, torch.ones(1, 3, dtype=torch.bool), 0).lm_head
+    assert lent.weight.shape == (60, 32)
+    assert lent.weight.data_ptr() == target.lm_head.weight.data_ptr()
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

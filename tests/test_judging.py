@@ -6,7 +6,8 @@ from conftest import VOCAB, left_padded, make_drafter, oracle_script, shared_tar
 from transformers.modeling_outputs import BaseModelOutput
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.judging import ROUNDS
+from dspark_hf.judging import ROUNDS, DrafterJudge
+from dspark_hf.planning import Planner
 
 
 class SlotOracle(DSparkDraftModel):
@@ -63,6 +64,15 @@ def test_a_drafter_that_knows_nothing_is_not_told_about_slots(caplog):
     drafter = slot_oracle(0, 3, lambda row, position: 0)
     shared_target().generate(**inputs, assistant_model=drafter, max_new_tokens=2 * ROUNDS, do_sample=False)
     assert not warnings_of(caplog)
+
+
+def test_rounds_without_a_draft_do_not_wait_for_tokens_that_nobody_compares(monkeypatch):
+    shown = []
+    monkeypatch.setattr(DrafterJudge, "observe", lambda self, accepted, tokens: shown.append((accepted, tokens)))
+    monkeypatch.setattr(Planner, "drafts", False)
+    drafter = make_drafter(shared_target())
+    shared_target().generate(**left_padded([5]), assistant_model=drafter, max_new_tokens=5, do_sample=False)
+    assert shown == [([], [None])] * 4
 
 
 @pytest.mark.parametrize("overrides", [{"block_size": 1}, {"block_size": 1, "draft_vocab_size": 40}])

@@ -119,6 +119,11 @@ def test_a_target_of_another_shape_is_refused_before_anything_is_written(drafter
         ({"base_model": "/models/target"}, "must be a Hub name"),
         ({"record": {"summary": []}}, "no record of .*speed`: 'environment' is missing"),
         ({"record": {"environment": {}, "decoding": {}, "summary": [{"rows": 1}]}}, "'variant' is missing"),
+        ({"record": [1]}, "no record of .*speed`: it is built otherwise"),
+        (
+            {"record": {"environment": {}, "decoding": {}, "summary": [{"variant": "x", "by": "dataset"}]}},
+            "no row for all prompts",
+        ),
     ],
 )
 def test_mistakes_name_what_is_wrong(drafter, target_folder, tmp_path, arguments, message):
@@ -409,6 +414,15 @@ def test_the_command_writes_another_folder(drafter, target_folder, tmp_path):
     assert cli.main(arguments) == 0
     assert files_of(tmp_path / "out") == FILES
     assert files_of(tmp_path / "mine") == before
+
+
+def test_the_command_does_not_overwrite_a_drafter_in_another_layout(tmp_path, capsys):
+    folder = tmp_path / "theirs"
+    shutil.copytree(GOLDEN / "deepspec-qwen3-vanilla" / "drafter", folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert cli.main(["publish", str(folder), "--base-model", "org/target"]) == 2
+    assert "is in another layout" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_the_command_uploads(drafter, target_folder, tmp_path, hub, capsys):

@@ -129,7 +129,7 @@ class Redrawn(DSparkDraftModel):
 
     compared = 0
 
-    def draft(self, hidden_states, anchor, choose, num_tokens=None, lm_head=None):
+    def draft(self, hidden_states, anchor, choose, *rest):
         def draw_and_compare(index, logits, drafted):
             before = torch.get_rng_state()
             tokens, probs = choose(index, logits, drafted)
@@ -141,7 +141,7 @@ class Redrawn(DSparkDraftModel):
             type(self).compared += tokens.numel()
             return tokens, probs
 
-        drawn = super().draft(hidden_states, anchor, draw_and_compare, num_tokens, lm_head)
+        drawn = super().draft(hidden_states, anchor, draw_and_compare, *rest)
         assert (drawn.probs.gather(-1, drawn.tokens[..., None]) > 0).all()
         return drawn
 

@@ -140,7 +140,7 @@ class Forcing(DSparkDraftModel):
 
     forced_position, forced_token, blocks = 1, 0, 0
 
-    def draft(self, hidden_states, anchor, choose, num_tokens=None, lm_head=None):
+    def draft(self, hidden_states, anchor, choose, *rest):
         def force(index, logits, drafted):
             tokens, probs = choose(index, logits, drafted)
             if self.blocks == 0 and index == self.forced_position - 1:
@@ -148,7 +148,7 @@ class Forcing(DSparkDraftModel):
                 probs = torch.nn.functional.one_hot(tokens, VOCAB).float()
             return tokens, probs
 
-        drawn = super().draft(hidden_states, anchor, force, num_tokens, lm_head)
+        drawn = super().draft(hidden_states, anchor, force, *rest)
         self.blocks += 1
         return drawn
 
@@ -156,8 +156,8 @@ class Forcing(DSparkDraftModel):
 class ForcingAndAnticipating(Forcing):
     """Gives each position the confidence of the next one, which depends on its token."""
 
-    def draft(self, hidden_states, anchor, choose, num_tokens=None, lm_head=None):
-        drawn = super().draft(hidden_states, anchor, choose, num_tokens, lm_head)
+    def draft(self, hidden_states, anchor, choose, *rest):
+        drawn = super().draft(hidden_states, anchor, choose, *rest)
         shifted = torch.cat([drawn.confidence_logits[:, 1:], drawn.confidence_logits[:, -1:]], dim=1)
         return DSparkDraft(tokens=drawn.tokens, probs=drawn.probs, confidence_logits=shifted)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from dspark_hf.host import TargetModel
 from dspark_hf.modeling.configuration_dspark import FINAL_NORM, DSparkConfig
@@ -36,22 +37,20 @@ SHARED = (
     "tie_word_embeddings",
 )
 NOT_OF_THE_WEIGHTS = (
-    "architectures",
-    "auto_map",
+    "attention_dropout",
     "confidence_calibration",
     "confidence_temperatures",
-    "dtype",
     "embedding_scale",
     "has_embedding",
     "has_lm_head",
+    "initializer_range",
     "normed_last_tap",
     "num_target_layers",
     "target_model_type",
     "target_name",
-    "transformers_version",
-    "_name_or_path",
 )
-"""Fields that may differ after a round trip: they describe the files, the target or the calibration."""
+"""Fields of [`DSparkConfig`] that may differ after a round trip: they describe the files, the target, the training or the
+calibration, or are compared in another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +81,21 @@ def to_deepspec(drafter: DSparkDraftModel, target: TargetModel | None = None) ->
 
     Raises:
         ValueError: If the drafter has no embedding or head and no target is given.
-        NotImplementedError: If the layout cannot say what the drafter computes; the message names the fields.
+        NotImplementedError: If the layout cannot say what the drafter computes; the message names the fields. If the
+            target's head has a bias, or what it lends is quantised.
     """
     config: DSparkConfig = drafter.config
     if config.draft_vocab_size < config.vocab_size:
         raise NotImplementedError(
             f"DeepSpec's layout has no reduced vocabulary, and this drafter proposes {config.draft_vocab_size} of "
             f"{config.vocab_size} tokens. Convert it to 'speculators'."
+        )
+    if FINAL_NORM in config.target_layer_ids or (
+        _last_layer(config) in config.target_layer_ids and not config.normed_last_tap
+    ):
+        raise NotImplementedError(
+            "DeepSpec's layout names layers alone, and reads the target's last one after the final norm. This drafter taps "
+            f"{config.target_layer_ids} (-2 is the final norm's output), the last layer before it."
         )
     architecture, model_type = BACKBONES[config.backbone]
     published = {name: getattr(config, name) for name in SHARED} | {
@@ -134,8 +141,7 @@ def to_speculators(drafter: DSparkDraftModel, target_name: str) -> ExportedDraft
     """
     config: DSparkConfig = drafter.config
     ids = config.target_layer_ids
-    last = None if config.num_target_layers is None else config.num_target_layers - 1
-    if FINAL_NORM in ids or (last in ids and config.normed_last_tap):
+    if FINAL_NORM in ids or (_last_layer(config) in ids and config.normed_last_tap):
         raise NotImplementedError(
             "speculators reads the target's last layer before the final norm, which this drafter reads after it. It taps "
             f"{config.target_layer_ids}; convert it to 'deepspec'."
@@ -188,12 +194,24 @@ def check_round_trip(config: DSparkConfig, exported: ExportedDrafter, layout: st
     ignored = set(NOT_OF_THE_WEIGHTS)
     ignored |= set() if config.enable_confidence_head else {"confidence_head_with_markov"}
     ignored |= set() if config.markov_rank else {"markov_head_type"}
-    different = [name for name in before if name not in ignored and before[name] != after.get(name)]
-    if config.embedding_scale is not None and config.embedding_scale != found.config.embedding_scale:
+    own = [name for name in DSparkConfig.__annotations__ if name in before]
+    different = [name for name in own if name not in ignored and before[name] != after.get(name)]
+    if not _reads_the_same_rows(config, found.config):
         different.append("embedding_scale")
     if different:
         listed = ", ".join(f"{name}={before[name]!r}" for name in different)
         raise NotImplementedError(f"The layout {layout!r} cannot say what this drafter computes: {listed}.")
+
+
+def _reads_the_same_rows(before: DSparkConfig, after: DSparkConfig) -> bool:
+    """Whether the scale on the embedding's rows is the same. A table that was lent for the file was made to fit."""
+    if before.has_embedding:
+        return (before.embedding_scale or 1.0) == (after.embedding_scale or 1.0)
+    return after.has_embedding or before.embedding_scale == after.embedding_scale
+
+
+def _last_layer(config: DSparkConfig) -> int | None:
+    return None if config.num_target_layers is None else config.num_target_layers - 1
 
 
 def _task_fields(config: DSparkConfig) -> dict[str, Any]:
@@ -236,5 +254,24 @@ def _with_tables(drafter: DSparkDraftModel, target: TargetModel | None) -> dict[
         if target is None:
             raise ValueError(f"DeepSpec's layout carries {name}, and this drafter borrows it: pass the target.")
         lent: Any = target.get_input_embeddings() if name.startswith("embed") else target.get_output_embeddings()
-        tensors[name] = lent.weight.detach().cpu()[: drafter.config.vocab_size].to(drafter.dtype).clone()
+        if type(lent.weight) is not nn.Parameter or not lent.weight.is_floating_point():
+            raise NotImplementedError(f"{name} would be the target's, which is quantised: pass it in full precision.")
+        if getattr(lent, "bias", None) is not None:
+            raise NotImplementedError("DeepSpec's layout has no bias of the head, and this target's head has one.")
+        rows = _embedding_table(drafter, lent) if name.startswith("embed") else lent.weight
+        tensors[name] = rows.detach().cpu()[: drafter.config.vocab_size].to(drafter.dtype).clone()
     return tensors
+
+
+def _embedding_table(drafter: DSparkDraftModel, lent: Any) -> torch.Tensor:
+    """The table `(V, D)` of which DeepSpec's code reads the rows that the drafter reads of its target's, which may be scaled."""
+    rows = drafter.embed(torch.arange(drafter.config.vocab_size, device=lent.weight.device), lent)
+    if drafter.config.backbone != "gemma4":
+        return rows
+    table = lent.weight[: drafter.config.vocab_size]
+    if not torch.equal(table * table.new_tensor(drafter.config.hidden_size**0.5), rows):
+        raise NotImplementedError(
+            "DeepSpec's Gemma 4 layout scales rows of the embedding by the root of the width, and this drafter reads its "
+            "target's otherwise."
+        )
+    return table
