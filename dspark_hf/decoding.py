@@ -87,7 +87,9 @@ class Decoding:
         check_lending(drafter, target)
         share_with_target(drafter, target)
         self.judge = DrafterJudge(drafter, target)
-        self.planner = Planner(self.options.policy, target, drafter)
+        self.planner = Planner(
+            self.options.policy, target, drafter, len(input_ids), greedy=not generation_config.do_sample
+        )
         self.sampler = Sampler(bool(generation_config.do_sample))
         self.processors = Processors(logits_processor)
         self.draft_processors = Processors(logits_processor, only_stateless=True)

@@ -3,10 +3,15 @@
 Decided from past rounds only, for the whole batch, since the drafting pass is saved only when no row needs it. While the
 gate is closed rows decode plainly and taps go on being recorded; now and then it opens for a few rounds to see whether
 the text has become easier. This is the future work that the paper names in its conclusion.
+
+A greedy call goes on with the gate of the last greedy call of as many rows: finding out anew costs short texts more than
+they can win back. Calls that sample start with a new one, since the same seed must give the same tokens again.
 """
 
 import statistics
+import weakref
 from collections import deque
+from typing import Any
 
 
 WINDOW = 16
@@ -56,3 +61,38 @@ class DraftGate:
     def observe_plain(self) -> None:
         """Count a plain round."""
         self._closed_for = max(self._closed_for - 1, 0)
+
+    def copy(self) -> "DraftGate":
+        """A gate that has seen the same and goes its own way."""
+        other = DraftGate()
+        other._gains, other._pause, other._closed_for = self._gains.copy(), self._pause, self._closed_for
+        return other
+
+
+class GateMemory:
+    r"""
+    The gate of the last call with a drafter, a target and so many rows. Calls of several threads each work on a copy.
+
+    Args:
+        drafter ([`DSparkDraftModel`]): The drafter.
+        target (`PreTrainedModel`): The target.
+        rows (`int`): Rows of the batch.
+    """
+
+    def __init__(self, drafter: Any, target: Any, rows: int):
+        self._gates = _last_gates.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, {})
+        self._rows = rows
+
+    def recall(self) -> DraftGate:
+        """Return a copy of the last call's gate, or a new one."""
+        last = self._gates.get(self._rows)
+        return DraftGate() if last is None else last.copy()
+
+    def keep(self, gate: DraftGate) -> None:
+        """Remember a gate as it is now."""
+        self._gates[self._rows] = gate.copy()
+
+
+_last_gates: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[int, DraftGate]]] = (
+    weakref.WeakKeyDictionary()
+)

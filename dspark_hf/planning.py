@@ -9,7 +9,7 @@ import torch
 
 from dspark_hf.calibration import calibrated_confidence
 from dspark_hf.cost_curve import CostCurve, ForwardCosts
-from dspark_hf.gating import DraftGate
+from dspark_hf.gating import DraftGate, GateMemory
 from dspark_hf.host import TargetModel
 from dspark_hf.metrics import RoundRecord
 from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
@@ -26,14 +26,17 @@ class Planner:
         policy ([`Policy`]): Chooses verification lengths.
         target (`PreTrainedModel`): The target.
         drafter ([`DSparkDraftModel`]): Its drafter.
+        rows (`int`): Rows of the batch.
+        greedy (`bool`): Whether the call is greedy, so that what earlier calls learned may be used.
     """
 
-    def __init__(self, policy: Policy, target: TargetModel, drafter: DSparkDraftModel):
+    def __init__(self, policy: Policy, target: TargetModel, drafter: DSparkDraftModel, rows: int, greedy: bool):
         self.policy = policy
         temperatures = drafter.config.confidence_temperatures
         self.temperatures = None if temperatures is None else upload(temperatures, drafter.device)
         self.curve = CostCurve.open(target, drafter) if policy.needs_cost else None
-        self.gate = DraftGate()
+        self.memory = GateMemory(drafter, target, rows) if greedy and self.curve is not None else None
+        self.gate = DraftGate() if self.memory is None else self.memory.recall()
         self._cost: tuple[ForwardCosts, PaddedCost] | None = None
 
     @property
@@ -78,13 +81,15 @@ class Planner:
         """
         if self.curve is None:
             return
-        if not drafted:
+        if drafted:
+            costs = self.curve.costs(rows, context)
+            tokens = sum(record.committed for record in records)
+            seconds = costs.draft_seconds + costs.target_seconds[width]
+            self.gate.observe_draft(tokens, seconds, len(records), costs.target_seconds[0])
+        else:
             self.gate.observe_plain()
-            return
-        costs = self.curve.costs(rows, context)
-        tokens = sum(record.committed for record in records)
-        seconds = costs.draft_seconds + costs.target_seconds[width]
-        self.gate.observe_draft(tokens, seconds, len(records), costs.target_seconds[0])
+        if self.memory is not None:
+            self.memory.keep(self.gate)
 
     def _cost_on(self, device: torch.device, costs: ForwardCosts) -> PaddedCost:
         """The verifier's cost on a device, brought there once for each entry of the curve."""

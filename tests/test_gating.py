@@ -2,8 +2,10 @@
 
 import random
 
-from conftest import left_padded, make_drafter, make_target
-from transformers import LogitsProcessor
+import pytest
+import torch
+from conftest import left_padded, make_drafter, make_scripted, make_target
+from transformers import LogitsProcessor, set_seed
 
 from dspark_hf.gating import ENOUGH, FIRST_PAUSE, LONGEST_PAUSE, DraftGate
 
@@ -81,6 +83,49 @@ def test_padding_of_rows_that_ended_is_no_gain(monkeypatch):
     assert sum(rows for _, rows in seen) <= len(records)
     assert all(tokens % rows == 0 for tokens, rows in seen)  # one length: each unfinished row took as many
     assert sum(tokens for tokens, _ in seen) <= sum(record.committed for record in records)
+
+
+def drafted_rounds(target, drafter, prompt, **options) -> tuple[int, object]:
+    """Rounds that drafted, and the tokens."""
+    output = target.generate(
+        **prompt,
+        max_new_tokens=40,
+        eos_token_id=None,
+        assistant_model=drafter,
+        return_dict_in_generate=True,
+        **options,
+    )
+    records = output.statistics.records
+    return sum(record.confidence_logits is not None for record in records), output.sequences
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 3]])
+def test_a_greedy_call_goes_on_with_what_the_last_one_learned(lengths):
+    target = make_target(eos_token_id=None)
+    drafter, prompt = make_scripted(target, lambda row, position: 1), left_padded(lengths)
+    drafter.generation_config.num_assistant_tokens_schedule = "throughput"
+    first, tokens = drafted_rounds(target, drafter, prompt, do_sample=False)
+    second, again = drafted_rounds(target, drafter, prompt, do_sample=False)
+    assert first >= ENOUGH * len(lengths)
+    assert second < first / 2
+    assert torch.equal(tokens, again)
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"  # which asks no gate
+    always, _ = drafted_rounds(target, drafter, prompt, do_sample=False)
+    assert always > first
+
+
+def test_a_call_that_samples_learns_from_no_other():
+    """The same seed gives the same tokens, whatever was generated in between."""
+    target = make_target(eos_token_id=None)
+    drafter, prompt = make_scripted(target, lambda row, position: 1), left_padded([5])
+    drafter.generation_config.num_assistant_tokens_schedule = "throughput"
+    runs = []
+    for _ in range(2):
+        set_seed(7)
+        runs.append(drafted_rounds(target, drafter, prompt, do_sample=True))
+        drafted_rounds(target, drafter, prompt, do_sample=False)
+    assert runs[0][0] == runs[1][0]
+    assert torch.equal(runs[0][1], runs[1][1])
 
 
 class Untouched(LogitsProcessor):
