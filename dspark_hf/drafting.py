@@ -15,6 +15,7 @@ from dspark_hf.caches import SlotCache
 from dspark_hf.host import TargetModel
 from dspark_hf.judging import DrafterJudge
 from dspark_hf.modeling.modeling_dspark import Choose, DSparkDraft, DSparkDraftModel, draft_attention_mask
+from dspark_hf.narrow import is_plain
 
 
 class BorrowedHead(nn.Linear):
@@ -168,13 +169,6 @@ def share_with_target(drafter: DSparkDraftModel, target: TargetModel) -> None:
 
 
 _compared_with: weakref.WeakKeyDictionary[DSparkDraftModel, weakref.ref] = weakref.WeakKeyDictionary()
-
-
-def is_plain(module: Any) -> bool:
-    """Whether a module's weight is an ordinary parameter: not packed, and no quantised tensor that passes for one."""
-    weight = getattr(module, "weight", None)
-    # Float8 means nothing without its scales.
-    return type(weight) is nn.Parameter and weight.is_floating_point() and weight.itemsize > 1
 
 
 def check_lending(drafter: DSparkDraftModel, target: TargetModel) -> None:

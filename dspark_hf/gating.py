@@ -69,30 +69,24 @@ class DraftGate:
         return other
 
 
-class GateMemory:
+_last_gates: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[int, DraftGate]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def next_gate(drafter: Any, target: Any, rows: int) -> DraftGate:
     r"""
-    The gate of the last call with a drafter, a target and so many rows. Calls of several threads each work on a copy.
+    The gate for a call that goes on where the last one with the same models and as many rows is now.
 
     Args:
         drafter ([`DSparkDraftModel`]): The drafter.
         target (`PreTrainedModel`): The target.
         rows (`int`): Rows of the batch.
+
+    Returns:
+        [`DraftGate`]: The call's own, also beside calls of other threads.
     """
-
-    def __init__(self, drafter: Any, target: Any, rows: int):
-        self._gates = _last_gates.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, {})
-        self._rows = rows
-
-    def recall(self) -> DraftGate:
-        """Return a copy of the last call's gate, or a new one."""
-        last = self._gates.get(self._rows)
-        return DraftGate() if last is None else last.copy()
-
-    def keep(self, gate: DraftGate) -> None:
-        """Remember a gate as it is now."""
-        self._gates[self._rows] = gate.copy()
-
-
-_last_gates: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[int, DraftGate]]] = (
-    weakref.WeakKeyDictionary()
-)
+    gates = _last_gates.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, {})
+    last = gates.get(rows)
+    gates[rows] = DraftGate() if last is None else last.copy()
+    return gates[rows]

@@ -38,12 +38,19 @@ def narrow_linears(*models: nn.Module) -> Iterator[None]:
             module.__dict__.pop("forward", None)
 
 
+def is_plain(module: Any) -> bool:
+    """Whether a module's weight is an ordinary parameter: not packed, and no quantised tensor that passes for one."""
+    weight = getattr(module, "weight", None)
+    # Float8 means nothing without its scales.
+    return type(weight) is nn.Parameter and weight.is_floating_point() and weight.itemsize > 1
+
+
 def is_slow(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer that gains from another order."""
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
-        and type(module.weight) is nn.Parameter  # not a quantised tensor that passes for float32, as torchao's
+        and is_plain(module)
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.float32
         and "AVX512" not in torch.backends.cpu.get_cpu_capability()

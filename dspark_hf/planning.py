@@ -9,7 +9,7 @@ import torch
 
 from dspark_hf.calibration import calibrated_confidence
 from dspark_hf.cost_curve import CostCurve, ForwardCosts
-from dspark_hf.gating import DraftGate, GateMemory
+from dspark_hf.gating import DraftGate, next_gate
 from dspark_hf.host import TargetModel
 from dspark_hf.metrics import RoundRecord
 from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
@@ -35,8 +35,8 @@ class Planner:
         temperatures = drafter.config.confidence_temperatures
         self.temperatures = None if temperatures is None else upload(temperatures, drafter.device)
         self.curve = CostCurve.open(target, drafter) if policy.needs_cost else None
-        self.memory = GateMemory(drafter, target, rows) if greedy and self.curve is not None else None
-        self.gate = DraftGate() if self.memory is None else self.memory.recall()
+        learns_on = greedy and self.curve is not None
+        self.gate = next_gate(drafter, target, rows) if learns_on else DraftGate()
         self._cost: tuple[ForwardCosts, PaddedCost] | None = None
 
     @property
@@ -88,8 +88,6 @@ class Planner:
             self.gate.observe_draft(tokens, seconds, len(records), costs.target_seconds[0])
         else:
             self.gate.observe_plain()
-        if self.memory is not None:
-            self.memory.keep(self.gate)
 
     def _cost_on(self, device: torch.device, costs: ForwardCosts) -> PaddedCost:
         """The verifier's cost on a device, brought there once for each entry of the curve."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from dspark_hf.host import TargetModel
 from dspark_hf.modeling.configuration_dspark import FINAL_NORM, DSparkConfig
 from dspark_hf.modeling.modeling_dspark import CHECKPOINT_READERS, DSparkDraftModel
+from dspark_hf.narrow import is_plain
 
 
 BACKBONES = {"qwen3": ("Qwen3DSparkModel", "qwen3"), "gemma4": ("Gemma4DSparkModel", "gemma4_text")}
@@ -254,7 +254,7 @@ def _with_tables(drafter: DSparkDraftModel, target: TargetModel | None) -> dict[
         if target is None:
             raise ValueError(f"DeepSpec's layout carries {name}, and this drafter borrows it: pass the target.")
         lent: Any = target.get_input_embeddings() if name.startswith("embed") else target.get_output_embeddings()
-        if type(lent.weight) is not nn.Parameter or not lent.weight.is_floating_point():
+        if not is_plain(lent):
             raise NotImplementedError(f"{name} would be the target's, which is quantised: pass it in full precision.")
         if getattr(lent, "bias", None) is not None:
             raise NotImplementedError("DeepSpec's layout has no bias of the head, and this target's head has one.")
