@@ -5,15 +5,14 @@ have the names that this package uses. Relatives use the same class name: NVIDIA
 anchor slot that only conditions, fields nested too), MiniCPM's (no embedding or head of its own), NeMo's.
 """
 
-from dspark_hf.checkpoints.fields import attention_fields, block_fields, copied_fields, hoisted, require, rotary_fields
-from dspark_hf.checkpoints.shapes import Tensors, check_agreement, fields_of_tensors, first_slot
+from dspark_hf.checkpoints.fields import block_fields, drafter_fields, hoisted
+from dspark_hf.checkpoints.shapes import Tensors, first_slot
 from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import CheckpointFormat
 
 
 # The second class is the first under another name; where it has layers of its own, `ornith` reads it.
 CLASSES = {"Qwen3DSparkModel", "Qwen35DSparkModel"}
-REQUIRED = ("block_size", "mask_token_id", "target_layer_ids")
 
 
 def read(config: dict, tensors: Tensors) -> CheckpointFormat | None:
@@ -26,15 +25,9 @@ def read(config: dict, tensors: Tensors) -> CheckpointFormat | None:
         return None
     nests = bool(config.get("dflash_config"))
     config = hoisted(config)
-    require(config, REQUIRED, "DeepSpec Qwen3")
-    shapes = fields_of_tensors(tensors, config)
-    check_agreement(config, shapes)
     return CheckpointFormat(
         DSparkConfig(
-            **copied_fields(config),
-            **rotary_fields(config),
-            **attention_fields(config, shapes["num_hidden_layers"]),
-            **shapes,
+            **drafter_fields(config, tensors, "DeepSpec Qwen3"),
             **block_fields(config, first_slot(config, default=0)),
             # DeepSpec refuses the last layer and NeMo, which follows it, reads what transformers returns; NVIDIA's engines
             # give Nemotron's drafters the last layer's own output.

@@ -7,13 +7,10 @@ None brings an embedding or a head unless its tensors say so.
 from dataclasses import dataclass, field
 from typing import Any
 
-from dspark_hf.checkpoints.fields import attention_fields, block_fields, copied_fields, hoisted, require, rotary_fields
-from dspark_hf.checkpoints.shapes import Tensors, check_agreement, fields_of_tensors, first_slot, renamed
+from dspark_hf.checkpoints.fields import block_fields, drafter_fields, hoisted
+from dspark_hf.checkpoints.shapes import Tensors, first_slot, renamed
 from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import CheckpointFormat
-
-
-REQUIRED = ("block_size", "mask_token_id", "target_layer_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +74,11 @@ def read_named(config: dict, tensors: Tensors) -> CheckpointFormat | None:
 
 def _read(packaging: Packaging, config: dict, tensors: Tensors) -> CheckpointFormat:
     config = hoisted(config)
-    require(config, REQUIRED, packaging.name)
-    shapes = fields_of_tensors(renamed(tensors, packaging.key_mapping), config)
-    check_agreement(config, shapes)
+    fields = drafter_fields(config, renamed(tensors, packaging.key_mapping), packaging.name)
     return CheckpointFormat(
         DSparkConfig(
-            **copied_fields(config),
-            **rotary_fields(config),
-            **attention_fields(config, shapes["num_hidden_layers"]),
-            **shapes,
-            **block_fields(config, _first_slot(packaging, config, shapes["markov_rank"])),
+            **fields,
+            **block_fields(config, _first_slot(packaging, config, fields["markov_rank"])),
             **packaging.fields,
             **(_scales(config) if packaging is DFLASH else {}),
             target_model_type=config.get("target_model_type"),

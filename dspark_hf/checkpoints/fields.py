@@ -8,11 +8,40 @@ target's layers) is left where it is.
 from collections.abc import Mapping
 from typing import Any
 
+from dspark_hf.checkpoints.shapes import Tensors, check_agreement, fields_of_tensors
 from dspark_hf.modeling.configuration_dspark import LAYER_TYPES
 
 
+REQUIRED = ("block_size", "mask_token_id", "target_layer_ids")
 COPIED = ("rms_norm_eps", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
 NOT_THE_DRAFTERS = ("type", "mrope_section", "mrope_interleaved")
+
+
+def drafter_fields(
+    config: Mapping[str, Any], tensors: Tensors, packaging: str, partial: bool = False, but: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    r"""
+    Fields of [`DSparkConfig`] that packagings with layer ids counted from 0 write alike: all but the block's.
+
+    Args:
+        config (`Mapping`): Published config, [`hoisted`].
+        tensors (`Tensors`): Under the names of this package.
+        packaging (`str`): For messages.
+        partial (`bool`): See [`rotary_fields`].
+        but (`tuple[str, ...]`): See `shapes.check_agreement`.
+
+    Raises:
+        ValueError: If a field is missing, or the tensors contradict the config.
+    """
+    require(config, REQUIRED, packaging)
+    shapes = fields_of_tensors(tensors, config)
+    check_agreement(config, shapes, but)
+    return {
+        **copied_fields(config),
+        **rotary_fields(config, partial=partial),
+        **attention_fields(config, shapes["num_hidden_layers"]),
+        **shapes,
+    }
 
 
 def copied_fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,10 @@
 The one packaging known to carry calibration temperatures, under the name that this package uses.
 """
 
-from dspark_hf.checkpoints.fields import attention_fields, block_fields, copied_fields, hoisted, require, rotary_fields
-from dspark_hf.checkpoints.shapes import Tensors, check_agreement, fields_of_tensors, first_slot
+from dspark_hf.checkpoints.fields import block_fields, drafter_fields, hoisted
+from dspark_hf.checkpoints.shapes import Tensors, first_slot
 from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import CheckpointFormat
-
-
-REQUIRED = ("block_size", "mask_token_id", "target_layer_ids")
 
 
 def read(config: dict, tensors: Tensors) -> CheckpointFormat | None:
@@ -21,15 +18,9 @@ def read(config: dict, tensors: Tensors) -> CheckpointFormat | None:
     if not _is_ornith(config):
         return None
     config = hoisted(config)
-    require(config, REQUIRED, "Ornith (Qwen3.5)")
-    shapes = fields_of_tensors(tensors, config)
-    check_agreement(config, shapes)
     return CheckpointFormat(
         DSparkConfig(
-            **copied_fields(config),
-            **rotary_fields(config, partial=True),
-            **attention_fields(config, shapes["num_hidden_layers"]),
-            **shapes,
+            **drafter_fields(config, tensors, "Ornith (Qwen3.5)", partial=True),
             **block_fields(config, first_slot(config, default=0)),
             zero_centered_norms=True,
             normed_last_tap=True,
