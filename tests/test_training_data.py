@@ -359,10 +359,15 @@ def test_turns_are_filtered(tmp_path):
         ([5] * 96, "loop"),
         ([10, 11, 12, EOS], "end"),
     ]
-    lines = [{"index": i, "response_ids": ids, "finish": finish} for i, (ids, finish) in enumerate(turns)]
+    lines = [
+        {"index": i, "prompt_ids": [USER], "response_ids": ids, "finish": finish}
+        for i, (ids, finish) in enumerate(turns)
+    ]
+    lines[6] |= {"prompt_ids": [USER, 10, 11], "response_ids": [12, EOS]}  # began with an opening of two words
+    user_turn = self_instruct.find_user_turn(make_tokenizer())
     path = tmp_path / "turns.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in reversed(lines)))
-    kept, dropped = self_instruct.keep_turns(make_tokenizer(), path)
+    kept, dropped = self_instruct.keep_turns(make_tokenizer(), user_turn, path)
     assert [(prompt.index, prompt.ids.tolist()) for prompt in kept] == [
         (0, [USER, 5, 6, 7, EOS, ASSISTANT]),
         (6, [USER, 10, 11, 12, EOS, ASSISTANT]),
@@ -371,7 +376,7 @@ def test_turns_are_filtered(tmp_path):
     assert dropped == dict.fromkeys(reasons, 1)
     path.write_text(json.dumps(lines[1]) + "\n")
     with pytest.raises(ValueError, match="None of the 1 user turns .*'turn_short': 1"):
-        self_instruct.keep_turns(make_tokenizer(), path)
+        self_instruct.keep_turns(make_tokenizer(), user_turn, path)
 
 
 def test_the_target_writes_both_turns(folder, tmp_path):
@@ -389,6 +394,38 @@ def test_the_target_writes_both_turns(folder, tmp_path):
     assert manifest_of(output)["counts"] == counts
     with pytest.raises(ValueError, match="--self-instruct takes --num-prompts"):
         run(folder, "--self-instruct", "--output", output)
+
+
+def test_openings_begin_the_turns(folder, tmp_path):
+    (tmp_path / "openings.txt").write_text("w5 w6\n\n  w7  \n")
+    options = [
+        "--self-instruct",
+        "--num-prompts",
+        24,
+        "--openings",
+        tmp_path / "openings.txt",
+        "--min-response-tokens",
+        1,
+    ]
+    run(folder, *options, "--output", tmp_path / "s.jsonl")
+    turns, samples = read(tmp_path / "s.turns.jsonl"), read(tmp_path / "s.jsonl")
+    assert [turn["prompt_ids"] for turn in sorted(turns, key=lambda turn: turn["index"])] == [
+        [USER, 5, 6],
+        [USER, 7],
+    ] * 12
+    written = {turn["index"]: turn["prompt_ids"] + turn["response_ids"] for turn in turns}
+    assert samples
+    assert all(sample["prompt_ids"] == [*written[sample["index"]], ASSISTANT] for sample in samples)
+
+
+def test_openings_that_are_none_are_refused(folder, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    options = ["--openings", tmp_path / "empty.txt", "--output", tmp_path / "s.jsonl"]
+    with pytest.raises(ValueError, match=r"empty\.txt holds no openings"):
+        run(folder, "--self-instruct", "--num-prompts", 2, *options)
+    with pytest.raises(ValueError, match="add --self-instruct"):
+        run(folder, "--prompts", tmp_path / "p.jsonl", *options)
+    assert not (tmp_path / "s.jsonl").exists()
 
 
 def test_prompts_from_a_file(folder, tmp_path):

@@ -196,6 +196,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompts", help="file of JSON lines with `prompt` or `messages`, or name of a data set")
     prompts.add_argument("--self-instruct", action="store_true", help="let the target write the user's turns too")
+    parser.add_argument(
+        "--openings", type=Path, help="with --self-instruct: file with first words of user turns, one a line"
+    )
     parser.add_argument("--target", required=True, help="folder or Hub name of the target")
     parser.add_argument("--output", required=True, type=Path, help="file of samples to write, or to go on with")
     parser.add_argument("--num-prompts", type=int, help="turns to write, or prompts to read (default: all)")
@@ -217,8 +220,11 @@ def run_data(args: argparse.Namespace) -> Counter[str]:
     """Write the samples that the options ask for; return the counts of [`write_samples`]."""
     if args.self_instruct and not args.num_prompts:
         raise ValueError("--self-instruct takes --num-prompts, the number of turns to write.")
+    if args.openings and not args.self_instruct:
+        raise ValueError("--openings are first words of user turns that the target goes on with: add --self-instruct.")
     tokenizer: Any = AutoTokenizer.from_pretrained(args.target)
     turn = self_instruct.find_user_turn(tokenizer) if args.self_instruct else None
+    openings = self_instruct.read_openings(tokenizer, args.openings) if args.openings else None
     if turn is None:
         prompts = read_prompts(tokenizer, args.prompts, args.split, args.num_prompts, args.raw)
     target = load_target(args.target, args.dtype, args.device)
@@ -237,6 +243,6 @@ def run_data(args: argparse.Namespace) -> Counter[str]:
     dropped = None
     if turn is not None:
         path = args.output.with_name(f"{args.output.stem}.turns.jsonl")
-        write_samples(target, turn.prompts(args.num_prompts), path, turn.settings(settings), args.rows)
-        prompts, dropped = self_instruct.keep_turns(tokenizer, path)
+        write_samples(target, turn.prompts(args.num_prompts, openings), path, turn.settings(settings), args.rows)
+        prompts, dropped = self_instruct.keep_turns(tokenizer, turn, path)
     return write_samples(target, prompts, args.output, settings, args.rows, dropped)
