@@ -312,8 +312,9 @@ class DSparkDraftModel(PreTrainedModel):
             [`DSparkDraft`]
         """
         num_tokens = self.config.block_size if num_tokens is None else num_tokens
-        base_logits = self.base_logits(hidden_states, lm_head)[:, :num_tokens].float()
-        predicting = hidden_states[:, self.config.first_prediction_slot :]
+        first = self.config.first_prediction_slot
+        predicting = hidden_states[:, first:]
+        base_logits = self.base_logits(hidden_states[:, : first + num_tokens], lm_head).float()
         drafted, probs, confidences = anchor.new_zeros(anchor.shape[0], 0), [], []
         previous, features = anchor, None
         bias: Any = 0.0
