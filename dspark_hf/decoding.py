@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from dspark_hf.caches import SlotCache, check_host_cache
 from dspark_hf.committing import BlockCommitter, Committer, StepCommitter
 from dspark_hf.drafting import Context, Drafting, check_lending, share_with_target
+from dspark_hf.grouped import grouped_queries
 from dspark_hf.host import TargetModel, cache_argument, skips_prompt, was_passed_by_user
 from dspark_hf.judging import DrafterJudge
 from dspark_hf.metrics import DecodingStatistics, PhaseTimer, RoundRecord
@@ -119,7 +120,11 @@ class Decoding:
         with TapRecorder(self.target, layer_ids, self.drafter.device, self.drafter.dtype) as self.taps:
             self._prefill()
             models = (self.target, self.drafter, self.drafting.lm_head)
-            with self.target._optimize_model_for_decode(), narrow_linears(*models):
+            with (
+                self.target._optimize_model_for_decode(),
+                narrow_linears(*models),
+                grouped_queries(self.target.device),
+            ):
                 while self._goes_on():
                     if self.sequences.all_finished:
                         self._keep_other_ranks_company()
@@ -176,7 +181,7 @@ class Decoding:
         counts = [now - then for now, then in zip(self.sequences.lengths, before, strict=True)]
         self._observe(taps, slots, counts)
         self.statistics.add_round(records, confidence_logits)
-        self.planner.observe(records, len(self.sequences), width, max(caps) > 0, context)
+        self.planner.observe(records, len(self.sequences), width, max(caps), context)
         self._judge_drafter(records, before)
         self.timer.mark("commit")
         self._keep(counts)
