@@ -20,10 +20,10 @@ import torch
 from transformers import AutoTokenizer, HfArgumentParser, TextStreamer, set_seed
 
 from dspark_hf.convert import add_convert_arguments, run_convert
-from dspark_hf.cost_curve import add_profile_arguments, run_profile
 from dspark_hf.evaluation.calibrate import add_calibrate_arguments, run_calibrate
 from dspark_hf.loading import load_target
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+from dspark_hf.profiling import add_profile_arguments, run_profile
 from dspark_hf.publishing import add_publish_arguments, run_publish
 from dspark_hf.scheduling import SCHEDULES
 from dspark_hf.training.command import add_train_command

@@ -1,16 +1,12 @@
 """The cost curve: seconds of a target forward by its number of tokens, measured on the live pair and kept on disk.
 
-    dspark-hf profile --target T --drafter D --rows 1 2 4 8 --context 256 1024 --output curve.png
-
 What a policy weighs a draft token against is the time that its verification takes (section 3.2.2). That time depends on
-everything in [`curve_key`], so each key has a file of its own, filled as rows and contexts are first asked for. Measured
-are the loop's own pieces, the `Verifier` and the `Drafting`, on random tokens behind a cache of noise, which takes as long
-to read as a text and needs no prefill. Curves are kept as measured: real ones are jagged.
+everything in [`curve_key`], so each key has a file of its own, filled as rows and contexts are first asked for. Curves are
+kept as measured: real ones are jagged. `dspark-hf profile` measures ahead.
 
-Invariants: measuring changes neither the models nor any global random state, and a curve's file is whole at any time.
+Invariant: a curve's file is whole at any time.
 """
 
-import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -18,44 +14,27 @@ import logging
 import math
 import os
 import platform
-import random
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
 
-from dspark_hf.caches import SlotCache
-from dspark_hf.drafting import Context, Drafting
 from dspark_hf.host import TargetModel
-from dspark_hf.loading import load_target
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
-from dspark_hf.narrow import narrow_linears
+from dspark_hf.passes import TIME_LIMIT_S, Clock, time_passes
 from dspark_hf.recurrent import has_recurrent_states
 from dspark_hf.reference_pair import default_cache_dir
-from dspark_hf.sampling import Sampler
-from dspark_hf.taps import check_target
-from dspark_hf.transfer import upload
-from dspark_hf.verification import Verifier, check_verifiable
 
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_BUCKET = 256
-REPEATS = 9
 ENOUGH_REPEATS = 3  # A median of fewer deserves a warning.
-TIME_LIMIT_S = 20.0
-SILENT_S = 3.0  # A measurement that takes longer shows a progress bar.
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +44,12 @@ class ForwardCosts:
 
     Args:
         target_seconds (`list[float]`): Entry `w - 1` is one target forward over w tokens of every row, w = 1..block_size + 1.
-        draft_seconds (`float`): One drafting pass over every row: the parallel stage, and the sequential one for the whole
-            block.
+        draft_seconds (`list[float]`): Entry `n - 1` is one drafting pass of n tokens for every row, n = 1..block_size: the
+            parallel stage over the whole block, and the sequential one for so many tokens.
     """
 
     target_seconds: list[float]
-    draft_seconds: float
+    draft_seconds: list[float]
 
 
 class CostCurve:
@@ -172,9 +151,11 @@ class CostCurve:
                 tokens = [rows * width for width in range(1, len(costs.target_seconds) + 1)]
                 target = [1000 * seconds for seconds in costs.target_seconds]
                 (line,) = panel.plot(tokens, target, marker="o", markersize=4, label=f"rows = {rows}, target")
-                draft = {"color": line.get_color(), "linestyle": ":", "label": f"rows = {rows}, draft"}
-                panel.plot(tokens, [1000 * costs.draft_seconds] * len(tokens), **draft)
-            panel.set(title=f"context {bucket} (measured at {_context(bucket)})", xlabel="tokens in the forward")
+                draft = [1000 * seconds for seconds in costs.draft_seconds]
+                panel.plot(tokens[:-1], draft, color=line.get_color(), linestyle=":", label=f"rows = {rows}, draft")
+            panel.set(
+                title=f"context {bucket} (measured at {_context(bucket)})", xlabel="tokens in the forward, or drafted"
+            )
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter("{x:g}")
             panel.legend(fontsize=7)
@@ -191,8 +172,7 @@ class CostCurve:
         )
 
     def _measure(self, rows: int, bucket: int) -> ForwardCosts:
-        with _quietly(self.target, self.drafter), _passes(self.target, self.drafter, rows, _context(bucket)) as passes:
-            times = _time(passes, self.drafter.device, self.clock, f"cost curve, {rows} rows, context {bucket}")
+        times = time_passes(self.target, self.drafter, rows, _context(bucket), self.clock)
         repeats = min(map(len, times)) - 1
         if repeats < ENOUGH_REPEATS:
             logger.warning(
@@ -203,8 +183,9 @@ class CostCurve:
                 max(repeats, 1),
                 TIME_LIMIT_S,
             )
-        draft, *target = [statistics.median(seconds[1:] or seconds) for seconds in times]
-        return ForwardCosts(target_seconds=target, draft_seconds=draft)
+        medians = [statistics.median(seconds[1:] or seconds) for seconds in times]
+        block_size = self.drafter.config.block_size
+        return ForwardCosts(target_seconds=medians[block_size:], draft_seconds=medians[:block_size])
 
     def _read(self) -> dict[tuple[int, int], ForwardCosts]:
         """What the file holds, by rows and bucket; nothing if there is none or it makes no sense."""
@@ -223,10 +204,10 @@ class CostCurve:
         return costs
 
     def _check(self, costs: ForwardCosts) -> None:
-        seconds = [*costs.target_seconds, costs.draft_seconds]
-        if len(seconds) != self.drafter.config.block_size + 2:
-            raise ValueError(f"{len(seconds)} costs for a block of {self.drafter.config.block_size}")
-        if not all(math.isfinite(value) and value >= 0 for value in seconds):
+        block_size = self.drafter.config.block_size
+        if (len(costs.target_seconds), len(costs.draft_seconds)) != (block_size + 1, block_size):
+            raise ValueError(f"other numbers of costs than for a block of {block_size}")
+        if not all(math.isfinite(value) and value >= 0 for value in costs.target_seconds + costs.draft_seconds):
             raise ValueError("a cost is no number of seconds")
 
     def _write(self) -> None:
@@ -289,128 +270,3 @@ def _device_name(device: torch.device) -> str:
         processor = platform.processor() or platform.machine()
         return f"{os.cpu_count()} {processor} cores, {torch.backends.cpu.get_cpu_capability()}"
     return device.type
-
-
-@contextmanager
-def _quietly(target: TargetModel, drafter: DSparkDraftModel) -> Iterator[None]:
-    """Run the target as the loop does; dropout of one in training mode takes nothing from the global random state."""
-    devices = {parameter.device for parameter in target.parameters() if parameter.device.type == "cuda"}
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices),
-        target._optimize_model_for_decode(),
-        narrow_linears(target, drafter),
-    ):
-        yield
-
-
-@contextmanager
-def _passes(
-    target: TargetModel, drafter: DSparkDraftModel, rows: int, context: int
-) -> Iterator[list[Callable[[], object]]]:
-    """The passes of a round behind `context` tokens: a draft, then target forwards of 1, 2, ..., block_size + 1 tokens."""
-    config, device = drafter.config, drafter.device
-    widest = config.block_size + 1
-    context = max(context, widest)
-    generator = torch.Generator(device).manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (rows, widest), generator=generator, device=device)
-    slots = (context + torch.arange(widest, device=device)).expand(rows, -1)
-    prompt_mask = torch.ones(rows, context, dtype=torch.bool, device=device)
-    # Positions start at 0 whatever the context is: tables of learned ones and dynamic frequencies are left in peace.
-    kwargs = {"position_ids": torch.full((rows, 1), -1, device=device), "use_cache": True}
-    verifier = Verifier(
-        target, SlotCache(target.config.get_text_config(decoder=True).num_hidden_layers), prompt_mask, kwargs
-    )
-    drafting = Drafting(drafter, target, prompt_mask, 0)
-    width_of_taps = len(config.target_layer_ids) * config.target_hidden_size
-    taps = torch.randn(rows, widest, width_of_taps, generator=generator, device=device, dtype=drafter.dtype)
-    # The most that a round hands over; only the committed part is kept, but all of it is computed.
-    last_round = Context(taps, slots - widest, upload([widest] * rows, device))
-
-    def draft() -> None:
-        drafting.observe(last_round)
-        used = context + config.num_block_inputs
-        drafting.draft(tokens[:, 0], slots[:, 0], used, config.block_size, _choose)
-
-    def verify(width: int) -> Callable[[], object]:
-        return lambda: verifier(tokens[:, :width], slots[:, :width], context + width, upload([width] * rows, device))
-
-    passes = [draft] + [verify(width) for width in range(1, widest + 1)]
-    caches = (verifier.cache, drafting.cache)
-    try:
-        for first in (draft, passes[-1]):
-            first()  # gives the caches their buffers
-        for layer in (layer for cache in caches for layer in cache.layers):
-            for states in (layer.keys, layer.values):
-                states.normal_(generator=torch.Generator(states.device).manual_seed(0))
-        yield passes
-    finally:
-        for cache in caches:
-            cache.layers.clear()  # cache and layers point at each other: do not leave their memory to the garbage collector
-
-
-def _choose(_index: int, logits: torch.Tensor, _drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    sampler = Sampler(do_sample=False)
-    probs = sampler.distribution(logits)
-    return sampler.draw(probs), probs
-
-
-def _time(passes: list[Callable[[], object]], device: torch.device, clock: Clock, what: str) -> list[list[float]]:
-    """Seconds of every pass: a first one to warm up, then more until `REPEATS` or the time limit, in a new order each."""
-    times: list[list[float]] = [[] for _ in passes]
-    order = list(range(len(passes)))
-    shuffle = random.Random(0).shuffle
-    begin = clock()
-    with tqdm(total=(1 + REPEATS) * len(passes), desc=what, unit="pass", delay=SILENT_S, leave=False) as bar:
-        for repeat in range(1 + REPEATS):
-            shuffle(order)
-            for number in order:
-                if repeat > 0 and clock() - begin >= TIME_LIMIT_S:
-                    return times
-                _synchronize(device)
-                start = clock()
-                passes[number]()
-                _synchronize(device)
-                times[number].append(clock() - start)
-                bar.update()
-    return times
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `dspark-hf profile`."""
-    parser.add_argument("--target", required=True, help="folder or Hub name of the target")
-    parser.add_argument("--drafter", required=True, help="folder or Hub name of the drafter")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="batch sizes (default: 1 2 4 8)")
-    parser.add_argument("--context", type=int, nargs="+", default=[256, 1024], help="tokens (default: 256 1024)")
-    parser.add_argument("--output", type=Path, help="PNG to draw; needs matplotlib")
-    parser.add_argument("--again", action="store_true", help="forget what is on disk for this pair")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
-
-
-def run_profile(args: argparse.Namespace) -> None:
-    """Measure what is not known yet, print it in milliseconds and draw it."""
-    target = load_target(args.target, args.dtype, args.device)
-    drafter = DSparkDraftModel.from_pretrained(args.drafter, dtype=args.dtype).to(args.device)
-    check_target(drafter, target)
-    check_verifiable(target)
-    curve = CostCurve.open(target, drafter)
-    if args.again:
-        curve.forget()
-    widths = "".join(f"{width:9}" for width in range(1, drafter.config.block_size + 2))
-    sys.stdout.write("ms of a drafting pass, and of a target forward over so many tokens of every row\n")
-    sys.stdout.write(f" rows context    draft{widths}\n")
-    for context in args.context:
-        for rows in args.rows:
-            costs = curve.costs(rows, context)
-            cells = "".join(f"{1000 * seconds:9.2f}" for seconds in (costs.draft_seconds, *costs.target_seconds))
-            sys.stdout.write(f"{rows:5}{context_bucket(context):8}{cells}\n")
-    sys.stdout.write(f"kept in {curve.path}\n")
-    if args.output:
-        curve.plot(args.output)
-        sys.stdout.write(f"drawn in {args.output}\n")

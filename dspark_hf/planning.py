@@ -37,7 +37,7 @@ class Planner:
         self.curve = CostCurve.open(target, drafter) if policy.needs_cost else None
         learns_on = greedy and self.curve is not None
         self.gate = next_gate(drafter, target, rows) if learns_on else DraftGate()
-        self._cost: tuple[ForwardCosts, PaddedCost] | None = None
+        self._cost: tuple[ForwardCosts, int, PaddedCost] | None = None
 
     @property
     def drafts(self) -> bool:
@@ -64,11 +64,11 @@ class Planner:
             device, cost = torch.device("cpu"), None
         else:
             device = draft.tokens.device
-            cost = self._cost_on(device, self.curve.costs(len(caps), context))
+            cost = self._cost_on(device, self.curve.costs(len(caps), context), draft.tokens.shape[1])
         active = upload([not ended for ended in finished], device)
         return self.policy.verification_lengths(Candidates(confidence, upload(caps, device), active, cost))
 
-    def observe(self, records: list[RoundRecord], rows: int, width: int, drafted: bool, context: int) -> None:
+    def observe(self, records: list[RoundRecord], rows: int, width: int, drafted: int, context: int) -> None:
         r"""
         Learn from a finished round.
 
@@ -76,22 +76,23 @@ class Planner:
             records (`list[RoundRecord]`): What each unfinished row did.
             rows (`int`): Rows of the batch.
             width (`int`): Longest verification length.
-            drafted (`bool`): Whether it drafted.
+            drafted (`int`): Draft tokens of a row, 0 for none.
             context (`int`): Slots in use.
         """
         if self.curve is None:
             return
-        if drafted:
+        if drafted > 0:
             costs = self.curve.costs(rows, context)
             tokens = sum(record.committed for record in records)
-            seconds = costs.draft_seconds + costs.target_seconds[width]
+            seconds = costs.draft_seconds[drafted - 1] + costs.target_seconds[width]
             self.gate.observe_draft(tokens, seconds, len(records), costs.target_seconds[0])
         else:
             self.gate.observe_plain()
 
-    def _cost_on(self, device: torch.device, costs: ForwardCosts) -> PaddedCost:
-        """The verifier's cost on a device, brought there once for each entry of the curve."""
-        if self._cost is None or self._cost[0] is not costs:
-            seconds = torch.tensor(costs.target_seconds, dtype=torch.double).to(device)
-            self._cost = (costs, PaddedCost(seconds))
-        return self._cost[1]
+    def _cost_on(self, device: torch.device, costs: ForwardCosts, drafted: int) -> PaddedCost:
+        """Seconds of a whole step, drafting included, by verification length; on a device, brought there once for each entry
+        of the curve."""
+        if self._cost is None or self._cost[0] is not costs or self._cost[1] != drafted:
+            seconds = torch.tensor(costs.target_seconds, dtype=torch.double) + costs.draft_seconds[drafted - 1]
+            self._cost = (costs, drafted, PaddedCost(seconds.to(device)))
+        return self._cost[2]

@@ -16,21 +16,16 @@ import torch
 import transformers
 from conftest import make_drafter, make_target
 
-from dspark_hf import cost_curve
+from dspark_hf import passes
 from dspark_hf.caches import SlotLayer
-from dspark_hf.cost_curve import (
-    TIME_LIMIT_S,
-    CostCurve,
-    add_profile_arguments,
-    context_bucket,
-    curve_key,
-    run_profile,
-)
+from dspark_hf.cost_curve import CostCurve, context_bucket, curve_key
+from dspark_hf.passes import TIME_LIMIT_S
+from dspark_hf.profiling import add_profile_arguments, run_profile
 
 
 BLOCK = 3
 WIDTHS = range(1, BLOCK + 2)
-DRAFT_S = 0.005
+DRAFT_S, TOKEN_S = 0.005, 0.001  # of the parallel stage, and of each drafted token
 JAGGED_S = {1: 0.04, 2: 0.10, 3: 0.06, 4: 0.07}  # seconds of one row by width, as CPUs have them
 
 
@@ -47,6 +42,7 @@ class Bench:
         self.extra = lambda: 0.0
         self.target.register_forward_pre_hook(self._run_target, with_kwargs=True)
         self.drafter.register_forward_pre_hook(self._run_drafter)
+        self.drafter.markov_head.markov_w2.register_forward_pre_hook(self._draft_token)
 
     def _run_target(self, _module, _args, kwargs):
         rows, width = kwargs["input_ids"].shape
@@ -56,6 +52,9 @@ class Bench:
     def _run_drafter(self, _module, _args):
         self.drafts += 1
         self.now += DRAFT_S
+
+    def _draft_token(self, _module, _args):
+        self.now += TOKEN_S
 
     def open(self):
         return CostCurve.open(self.target, self.drafter, self.folder, clock=lambda: self.now)
@@ -70,7 +69,7 @@ class Bench:
 @pytest.fixture(autouse=True)
 def _no_repeats(monkeypatch):
     """One timing a width, to be quick; the tests that need more set their number."""
-    monkeypatch.setattr(cost_curve, "REPEATS", 0)
+    monkeypatch.setattr(passes, "REPEATS", 0)
 
 
 @pytest.fixture
@@ -84,18 +83,18 @@ def expected(rows):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_measures_every_width_of_the_loop_and_keeps_a_jagged_curve_jagged(bench, monkeypatch, rows):
-    monkeypatch.setattr(cost_curve, "REPEATS", 3)
+    monkeypatch.setattr(passes, "REPEATS", 3)
     costs = bench.open().costs(rows, 300)
     assert costs.target_seconds == expected(rows)
-    assert costs.draft_seconds == pytest.approx(DRAFT_S)
+    assert costs.draft_seconds == pytest.approx([DRAFT_S + number * TOKEN_S for number in range(1, BLOCK + 1)])
     context = 512 * 3 // 4
     assert set(bench.forwards) == {(rows, width, context + width) for width in WIDTHS}
     assert len(bench.forwards) == 1 + len(WIDTHS) * (1 + 3)  # the first gives the cache its buffers
-    assert bench.drafts == 1 + (1 + 3)
+    assert bench.drafts == 1 + BLOCK * (1 + 3)
 
 
 def test_widths_are_interleaved_in_changing_order(bench, monkeypatch):
-    monkeypatch.setattr(cost_curve, "REPEATS", 3)
+    monkeypatch.setattr(passes, "REPEATS", 3)
     bench.open().costs(1, 1)
     widths = [width for _, width, _ in bench.forwards[1:]]
     sweeps = [tuple(widths[start : start + len(WIDTHS)]) for start in range(0, len(widths), len(WIDTHS))]
@@ -104,7 +103,7 @@ def test_widths_are_interleaved_in_changing_order(bench, monkeypatch):
 
 
 def test_a_slow_start_and_single_outliers_do_not_count(bench, monkeypatch):
-    monkeypatch.setattr(cost_curve, "REPEATS", 9)
+    monkeypatch.setattr(passes, "REPEATS", 9)
     bench.extra = lambda: 1.5 if len(bench.forwards) <= 1 + len(WIDTHS) or len(bench.forwards) % 9 == 0 else 0.0
     assert bench.open().costs(1, 1).target_seconds == expected(1)
 
@@ -281,7 +280,7 @@ def test_a_kill_while_measuring_stores_nothing(bench):
     assert list(bench.folder.iterdir()) == []
 
 
-GOOD = {"rows": 1, "bucket": 256, "draft_seconds": 0.1, "target_seconds": [0.1] * len(WIDTHS)}
+GOOD = {"rows": 1, "bucket": 256, "draft_seconds": [0.1] * BLOCK, "target_seconds": [0.1] * len(WIDTHS)}
 BROKEN = {
     "empty": b"",
     "cut": b'{"costs": [{"rows": 1,',
@@ -291,8 +290,9 @@ BROKEN = {
     "no entries": b'{"costs": [1]}',
     "another field": json.dumps({"costs": [GOOD | {"more": 1}]}).encode(),
     "other widths": json.dumps({"costs": [GOOD | {"target_seconds": [0.1]}]}).encode(),
-    "no number": json.dumps({"costs": [GOOD | {"draft_seconds": None}]}).encode(),
-    "not finite": json.dumps({"costs": [GOOD | {"draft_seconds": float("nan")}]}).encode(),
+    "one draft": json.dumps({"costs": [GOOD | {"draft_seconds": 0.1}]}).encode(),
+    "no number": json.dumps({"costs": [GOOD | {"draft_seconds": [None] * BLOCK}]}).encode(),
+    "not finite": json.dumps({"costs": [GOOD | {"draft_seconds": [float("nan")] * BLOCK}]}).encode(),
 }
 
 
@@ -314,7 +314,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(bench, caplog):
 
 
 def test_a_slow_machine_gets_a_curve_from_one_pass_of_each_width(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(cost_curve, "REPEATS", 9)
+    monkeypatch.setattr(passes, "REPEATS", 9)
     bench = Bench(tmp_path, {width: TIME_LIMIT_S + width for width in WIDTHS})
     costs = bench.open().costs(1, 1)
     assert costs.target_seconds == pytest.approx([TIME_LIMIT_S + width for width in WIDTHS])
@@ -324,7 +324,7 @@ def test_a_slow_machine_gets_a_curve_from_one_pass_of_each_width(tmp_path, monke
 
 
 def test_the_time_limit_ends_a_measurement_between_two_passes(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(cost_curve, "REPEATS", 1000)
+    monkeypatch.setattr(passes, "REPEATS", 1000)
     second = TIME_LIMIT_S / 22
     bench = Bench(tmp_path, dict.fromkeys(WIDTHS, second))
     assert bench.open().costs(1, 1).target_seconds == pytest.approx([second] * len(WIDTHS))
@@ -408,7 +408,7 @@ def test_every_family_is_measured_at_contexts_longer_than_its_table_of_positions
 )
 def test_every_kind_of_drafter_is_measured(tmp_path, shape):
     target = make_target(num_hidden_layers=1)
-    assert CostCurve.open(target, make_drafter(target, **shape), tmp_path).costs(1, 1).draft_seconds > 0
+    assert CostCurve.open(target, make_drafter(target, **shape), tmp_path).costs(1, 1).draft_seconds[0] > 0
 
 
 @pytest.mark.parametrize(("rows", "context"), [(0, 5), (2, 0), (-1, 5)])
@@ -446,7 +446,7 @@ def pair(tmp_path_factory):
 @pytest.fixture
 def profile(pair, tmp_path, monkeypatch):
     """Runs the command on a pair and a cache folder of its own; returns what it measured, as (rows, context)."""
-    monkeypatch.setattr(cost_curve, "default_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr("dspark_hf.cost_curve.default_cache_dir", lambda: tmp_path / "cache")
     measured = []
     measure = CostCurve._measure
 

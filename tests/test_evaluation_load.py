@@ -53,7 +53,7 @@ def record_path(arguments, tmp_path_factory):
     path = tmp_path_factory.mktemp("made") / "load.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dspark_hf.cost_curve.default_cache_dir", lambda: path.parent)
-        patch.setattr("dspark_hf.cost_curve.REPEATS", ENOUGH_REPEATS)
+        patch.setattr("dspark_hf.passes.REPEATS", ENOUGH_REPEATS)
         load.main([*arguments, "--rows", "1", "2", "--output", str(path)])
     return path
 

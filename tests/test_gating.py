@@ -127,7 +127,7 @@ def drafted_rounds(target, drafter, prompt, **options) -> tuple[int, object]:
 
 @pytest.mark.parametrize("lengths", [[5], [5, 3]])
 def test_a_greedy_call_goes_on_with_what_the_last_one_learned(lengths, monkeypatch):
-    costs = ForwardCosts(target_seconds=[1.0] * 16, draft_seconds=0.5)
+    costs = ForwardCosts(target_seconds=[1.0] * 16, draft_seconds=[0.5] * 15)
     monkeypatch.setattr(CostCurve, "costs", lambda self, rows, context: costs)
     target = make_target(eos_token_id=None)
     drafter, prompt = make_scripted(target, lambda row, position: 1), left_padded(lengths)

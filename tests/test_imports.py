@@ -12,15 +12,16 @@ PACKAGE = ROOT / "dspark_hf"
 MODELING = ROOT / "modeling"
 # From the bottom up (the layout in CONTRIBUTING.md); a module imports only from layers below its own. A folder counts as one module.
 LAYERS = [
-    {"modeling", "host", "loading", "narrow", "reference_pair", "transfer"},
+    {"modeling", "grouped", "host", "loading", "narrow", "reference_pair", "transfer"},
     {"sampling", "verification_cost", "calibration", "metrics", "gating"},
     {"acceptance", "scheduling"},
     {"caches", "taps", "processors", "sequences", "outputs", "options", "checkpoints", "model_card", "quantised"},
     {"recurrent"},
     {"verification", "judging", "publishing", "convert"},
     {"committing", "drafting"},
+    {"passes"},
     {"cost_curve"},
-    {"planning"},
+    {"planning", "profiling"},
     {"decoding"},
     {"integration"},
     {"training", "evaluation"},

@@ -22,7 +22,7 @@ TOKENS = 600
 
 
 def drafter_with(schedule: str, monkeypatch, curve: list[float]):
-    monkeypatch.setattr(CostCurve, "costs", lambda self, rows, context: ForwardCosts(curve, 0.0))
+    monkeypatch.setattr(CostCurve, "costs", lambda self, rows, context: ForwardCosts(curve, [0.0] * len(curve)))
     drafter = good_drafter(tiny_target(order_one=True))
     drafter.generation_config.num_assistant_tokens_schedule = schedule
     return drafter
