@@ -10,6 +10,7 @@ from conftest import make_drafter, make_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from dspark_hf.cost_curve import CostCurve
 from dspark_hf.evaluation import plots, speed
 from dspark_hf.evaluation.prompts import Prompt, read_prompts
 from dspark_hf.evaluation.record import environment, quartiles, write_record
@@ -212,13 +213,48 @@ def test_without_matplotlib_the_error_names_the_extra(record_path, monkeypatch):
 
 def test_settings_are_combined():
     assert combine(None, None, None) == [{}]
-    combined = combine([3, 5], "threshold", [0.0, 0.4])
+    combined = combine([3, 5], ["threshold"], [0.0, 0.4])
     assert len(combined) == 4
     assert combined[1] == {
         "num_assistant_tokens": 3,
         "num_assistant_tokens_schedule": "threshold",
         "assistant_confidence_threshold": 0.4,
     }
+
+
+def test_policies_are_compared_on_costs_that_were_measured_before(pair, tmp_path, monkeypatch):
+    events = []
+    for owner, name in ((CostCurve, "_measure"), (speed, "generate")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, _run=original, _name=name: events.append(_name) or _run(*a))
+    folders = [
+        "--target",
+        str(pair / "target"),
+        "--drafter",
+        str(pair / "drafter"),
+        "--prompts",
+        str(pair / "prompts"),
+    ]
+    options = [
+        "--schedule",
+        "constant",
+        "throughput",
+        "--num-draft-tokens",
+        "3",
+        "--repeats",
+        "1",
+        "--new-tokens",
+        "12",
+    ]
+    speed.main([*folders, *options, "--threads", str(torch.get_num_threads()), "--output", str(tmp_path / "s.json")])
+    record = json.loads((tmp_path / "s.json").read_text())
+    assert [row["name"] for row in record["variants"]] == [
+        "drafter, 3 draft tokens, constant",
+        "drafter, 3 draft tokens, throughput",
+    ]
+    assert all(row["prompts_that_differ"] == 0 for row in record["summary"])
+    assert events.count("_measure") == 1
+    assert events[0] == "_measure"
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,9 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
 
-from dspark_hf.cost_curve import CostCurve, context_bucket
 from dspark_hf.evaluation.prompts import Prompt, read_prompts
 from dspark_hf.evaluation.record import environment, quartiles, write_record
-from dspark_hf.evaluation.speed import Variant
+from dspark_hf.evaluation.speed import Variant, measure_costs
 from dspark_hf.metrics import DecodingStatistics, RoundRecord
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.options import read_options
@@ -198,12 +197,9 @@ def warm_up(
     target: Any, batches: Sequence[Any], variants: Sequence[Variant], settings: Settings
 ) -> list[dict[str, Any]]:
     """Run everything once, after all costs that policies will ask for were measured; return these."""
-    curve = CostCurve.open(target, variants[0].drafter)
     rows = len(batches[0]["input_ids"])
-    prompt_columns = {inputs["input_ids"].shape[1] for inputs in batches}
-    contexts = [columns + new for columns in prompt_columns for new in range(1, settings.new_tokens)]
-    buckets = sorted({context_bucket(context) for context in contexts})
-    costs = [{"rows": rows, "bucket": bucket} | asdict(curve.costs(rows, bucket)) for bucket in buckets]
+    columns = [inputs["input_ids"].shape[1] for inputs in batches]
+    costs = measure_costs(target, variants[0].drafter, rows, columns, settings.new_tokens)
     for variant in (None, *variants):
         generate(target, batches[0], min(WARM_UP_TOKENS, settings.new_tokens), settings.temperature, variant)
     return costs

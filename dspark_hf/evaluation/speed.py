@@ -14,7 +14,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,17 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from dspark_hf.cost_curve import CostCurve, context_bucket
 from dspark_hf.evaluation.prompts import Prompt, read_prompts
 from dspark_hf.evaluation.record import environment, quartiles, timed, write_record
 from dspark_hf.metrics import DecodingStatistics
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.options import read_options
 from dspark_hf.reference_pair import reference_target_path
+from dspark_hf.scheduling import SCHEDULES, THROUGHPUT_POLICIES
+
+
+SCHEDULE = "num_assistant_tokens_schedule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +174,12 @@ def switch_sequential_head_off(drafter: DSparkDraftModel) -> None:
 
 
 def combine(
-    num_draft_tokens: Sequence[int] | None, schedule: str | None, thresholds: Sequence[float] | None
+    num_draft_tokens: Sequence[int] | None, schedules: Sequence[str] | None, thresholds: Sequence[float] | None
 ) -> list[dict[str, Any]]:
     """Every combination of decoding options; what is not given stays the drafter's own."""
     choices = {
         "num_assistant_tokens": num_draft_tokens,
-        "num_assistant_tokens_schedule": schedule and [schedule],
+        SCHEDULE: schedules,
         "assistant_confidence_threshold": thresholds,
     }
     given = {name: values for name, values in choices.items() if values is not None}
@@ -185,6 +190,8 @@ def _name(path: str, head: bool, options: dict[str, Any]) -> str:
     parts = [Path(path).name]
     if "num_assistant_tokens" in options:
         parts.append(f"{options['num_assistant_tokens']} draft tokens")
+    if options.get(SCHEDULE, "threshold") != "threshold":
+        parts.append(options[SCHEDULE])
     if "assistant_confidence_threshold" in options:
         parts.append(f"threshold {options['assistant_confidence_threshold']}")
     return ", ".join(parts if head else [*parts, "sequential head off"])
@@ -199,6 +206,15 @@ def generate(target: Any, inputs: Any, new_tokens: int, variant: Variant | None 
     output, seconds = timed(lambda: target.generate(**inputs, **options))
     tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     return Run(seconds, tokens) if variant is None else Run(seconds, tokens, output.statistics)
+
+
+def measure_costs(
+    target: Any, drafter: DSparkDraftModel, rows: int, prompt_columns: Sequence[int], new_tokens: int
+) -> list[dict[str, Any]]:
+    """Measure what throughput policies will ask the cost curve for, so that no timed run does; return it, a line each."""
+    curve = CostCurve.open(target, drafter)
+    buckets = {context_bucket(columns + new) for columns in prompt_columns for new in range(1, new_tokens)}
+    return [{"rows": rows, "bucket": bucket} | asdict(curve.costs(rows, bucket)) for bucket in sorted(buckets)]
 
 
 def measure(
@@ -219,6 +235,9 @@ def measure(
         `list[Measurement]`: One for each prompt and variant.
     """
     order = [None, *variants]
+    for drafter in {variant.drafter for variant in variants if variant.options.get(SCHEDULE) in THROUGHPUT_POLICIES}:
+        columns = [prompt.encode(tokenizer)["input_ids"].shape[1] for prompt in prompts]
+        measure_costs(target, drafter, 1, columns, new_tokens)
     for variant in order:
         generate(target, prompts[0].encode(tokenizer).to(target.device), new_tokens, variant)
     measurements = []
@@ -314,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--num-draft-tokens", type=int, nargs="+", help="most draft tokens a round; several are compared"
     )
-    parser.add_argument("--schedule", choices=("constant", "threshold"), help="default: the drafter's own")
+    parser.add_argument("--schedule", choices=SCHEDULES, nargs="+", help="default: the drafter's own")
     parser.add_argument(
         "--threshold", type=float, nargs="+", help="several are compared; 0 verifies every draft token"
     )
