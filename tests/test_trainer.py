@@ -111,9 +111,9 @@ def test_training_improves_loss_and_accepted_length_on_held_out_text(target, sam
     )
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_run_that_stopped_goes_on_bit_by_bit(target, samples, tmp_path, accumulation):
-    options = {"gradient_accumulation_steps": accumulation, "max_steps": 9, "save_steps": 4}  # beyond the first epoch
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"muon_learning_rate": 3e-3}])
+def test_a_run_that_stopped_goes_on_bit_by_bit(target, samples, tmp_path, more):
+    options = {"max_steps": 9, "save_steps": 4} | more  # beyond the first epoch
     whole = make_trainer(target, samples, tmp_path / "whole", **options)
     whole.train()
     assert whole.state.epoch > 1
@@ -130,6 +130,33 @@ def test_a_run_that_stopped_goes_on_bit_by_bit(target, samples, tmp_path, accumu
         assert other.state.global_step == 9
         assert_equal_weights(weights(other), weights(whole))
         assert losses(other) == losses(whole)
+
+
+def test_muon_trains_the_matrices_of_the_draft_layers(target, samples, tmp_path):
+    options = {"muon_learning_rate": 3e-2, "learning_rate": 1e-2, "lr_scheduler_type": "linear", "warmup_steps": 0}
+    trainer = make_trainer(target, samples, tmp_path, max_steps=10, save_strategy="no", **options)
+    before, first = weights(trainer), trainer.evaluate()
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < first["eval_loss"]
+    optimizer = trainer.optimizer.optimizer
+    by_id = {id(weight): name for name, weight in trainer.drafter.named_parameters()}
+    of_muon, *of_adamw = ({by_id[id(weight)] for weight in group["params"]} for group in optimizer.param_groups)
+    linear = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    layers = range(trainer.drafter.config.num_hidden_layers)
+    assert of_muon == {f"layers.{i}.{name}.weight" for i in layers for name in (*linear, *mlp)} | {"fc.weight"}
+    assert of_muon.union(*of_adamw) == {n for n, w in trainer.drafter.named_parameters() if w.requires_grad}
+    assert not of_muon.intersection(*of_adamw)
+    after = weights(trainer)
+    assert [name for name in by_id.values() if torch.equal(before[name], after[name])] == []
+    rates = [group["lr"] for group in optimizer.param_groups]  # the scheduler reaches both
+    assert rates == pytest.approx([0.0] * len(rates), abs=1e-6)
+
+
+def test_without_muon_in_torch_the_error_says_so(target, samples, tmp_path, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ImportError, match=r"torch 2\.9 .*--muon-learning-rate"):
+        make_trainer(target, samples, tmp_path, muon_learning_rate=3e-3).train()
 
 
 def test_the_saved_model_is_the_drafter_alone_and_the_target_does_not_change(target, samples, tmp_path):

@@ -24,6 +24,7 @@ from dspark_hf.taps import check_target, tapped_layers
 from dspark_hf.training.anchors import PackedBlocks, label_columns, pack_blocks, sample_anchors
 from dspark_hf.training.features import FeatureCache, FeatureExtractor, TargetFeatures, pad_features
 from dspark_hf.training.losses import LossConfig, total_position_weight
+from dspark_hf.training.muon import muon_with_adamw
 from dspark_hf.training.objective import DraftObjective
 from dspark_hf.training.samples import Sample
 from dspark_hf.training.tally import Tally
@@ -42,6 +43,8 @@ class DSparkTrainingArguments(TrainingArguments):
         num_anchors (`int`): Blocks of a sequence in a step.
         cross_entropy_weight, total_variation_weight, confidence_weight (`float`): Weights of the losses.
         loss_decay (`float`): Constant of the position weights, in positions.
+        muon_learning_rate (`float`, *optional*): Train the matrices of the draft layers with Muon at this rate, and the rest
+            with AdamW at `learning_rate`. `None` means the optimizer of `optim` for all.
     """
 
     learning_rate: float = 6e-4
@@ -55,6 +58,9 @@ class DSparkTrainingArguments(TrainingArguments):
     total_variation_weight: float = field(default=0.9, metadata={"help": "Weight of the total variation."})
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
     loss_decay: float = field(default=4.0, metadata={"help": "Constant of the position weights, in positions."})
+    muon_learning_rate: float | None = field(
+        default=None, metadata={"help": "Train the matrices of the draft layers with Muon at this rate."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,6 +168,22 @@ class DSparkTrainer(Trainer):
         self.extractor = FeatureExtractor(target, tapped_layers(drafter.config, target))
         self.skipped_samples = 0
         self._since_log = self._tally()
+
+    def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+        """The optimizer of the arguments, or Muon beside AdamW."""
+        ours = self.args
+        if ours.muon_learning_rate is None or self.optimizer is not None:
+            return super().create_optimizer(*args)
+        betas = (ours.adam_beta1, ours.adam_beta2)
+        self.optimizer = muon_with_adamw(
+            self.drafter,
+            ours.muon_learning_rate,
+            ours.learning_rate,
+            ours.weight_decay,
+            betas=betas,
+            eps=ours.adam_epsilon,
+        )
+        return self.optimizer
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
