@@ -39,7 +39,7 @@ SMALL_BUDGET = {
     "cross_entropy_weight": 0.9,
     "total_variation_weight": 0.1,
     "num_train_epochs": 2.0,
-}
+} | ({"muon_learning_rate": 3e-3} if hasattr(torch.optim, "Muon") else {})
 """What worked on two CPU cores (docs/log.md). An argument that is given wins."""
 
 
