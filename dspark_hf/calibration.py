@@ -7,10 +7,15 @@ be, with the temperatures before frozen. A temperature keeps the order of `c_k`;
 Positions k are 1-based in prose and index `k - 1` in tensors.
 """
 
+import functools
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+
+logger = logging.getLogger(__name__)
 
 NUM_BINS = 20
 TEMPERATURES = tuple(round(5.0 ** (step / 80), 4) for step in sorted(range(-80, 81), key=abs))
@@ -34,6 +39,36 @@ def calibrated_confidence(logits: torch.Tensor, temperatures: torch.Tensor | Non
     if temperatures is not None:
         logits = logits / temperatures[: logits.shape[1]]
     return logits.sigmoid()
+
+
+def warn_of_other_setting(fitted: dict[str, Any] | None, do_sample: bool, temperature: float | None) -> None:
+    r"""
+    Say once if temperatures were fitted for another decoding setting: confidences are off then, the text is not.
+
+    Args:
+        fitted (`dict`, *optional*): `confidence_calibration` of a drafter's config.
+        do_sample (`bool`): Whether the call samples.
+        temperature (`float`, *optional*): At which temperature, `None` for 1.
+    """
+    if not fitted or "do_sample" not in fitted:
+        return
+    now, then = _setting(do_sample, temperature), _setting(fitted["do_sample"], fitted.get("temperature"))
+    if now != then:
+        _warn_of_other_setting(then, now)
+
+
+def _setting(do_sample: bool, temperature: float | None) -> str:
+    return f"sampling at temperature {temperature or 1.0:g}" if do_sample else "greedy decoding"
+
+
+@functools.cache
+def _warn_of_other_setting(then: str, now: str) -> None:
+    logger.warning(
+        "This drafter's confidences were calibrated for %s, and this call is %s: it may verify too much or too little. "
+        "`dspark-hf calibrate` fits them.",
+        then,
+        now,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from dspark_hf.caches import SlotCache, check_host_cache
+from dspark_hf.calibration import warn_of_other_setting
 from dspark_hf.committing import BlockCommitter, Committer, StepCommitter
 from dspark_hf.drafting import Context, Drafting, check_lending, share_with_target
 from dspark_hf.grouped import grouped_queries
@@ -91,6 +92,9 @@ class Decoding:
         self.planner = Planner(
             self.options.policy, target, drafter, len(input_ids), greedy=not generation_config.do_sample
         )
+        if self.options.policy.needs_confidence:
+            fitted = drafter.config.confidence_calibration
+            warn_of_other_setting(fitted, bool(generation_config.do_sample), generation_config.temperature)
         self.sampler = Sampler(bool(generation_config.do_sample))
         self.processors = Processors(logits_processor)
         self.draft_processors = Processors(logits_processor, only_stateless=True)

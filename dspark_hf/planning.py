@@ -58,7 +58,7 @@ class Planner:
             `torch.LongTensor` of shape `(R,)`: Lengths in `[0, caps]`.
         """
         confidence = None
-        if draft.confidence_logits is not None:
+        if self.policy.needs_confidence and draft.confidence_logits is not None:
             confidence = calibrated_confidence(draft.confidence_logits, self.temperatures)
         if self.curve is None:
             device, cost = torch.device("cpu"), None

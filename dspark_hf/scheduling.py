@@ -51,6 +51,7 @@ class Candidates:
 class Policy(Protocol):
     """Chooses verification lengths, once a round; made anew for every call, since it may remember rounds."""
 
+    needs_confidence: ClassVar[bool]
     needs_cost: ClassVar[bool]
 
     def verification_lengths(self, candidates: Candidates) -> torch.Tensor:
@@ -62,6 +63,7 @@ class Policy(Protocol):
 class ConstantPolicy:
     """Verify as many draft tokens as allowed."""
 
+    needs_confidence: ClassVar[bool] = False
     needs_cost: ClassVar[bool] = False
 
     def verification_lengths(self, candidates: Candidates) -> torch.Tensor:
@@ -73,6 +75,7 @@ class ThresholdPolicy:
     """Verify up to the first token whose confidence is below `threshold`: length = (smallest k with c_k < threshold) - 1."""
 
     threshold: float
+    needs_confidence: ClassVar[bool] = True
     needs_cost: ClassVar[bool] = False
 
     def verification_lengths(self, candidates: Candidates) -> torch.Tensor:
@@ -91,6 +94,7 @@ class ThroughputPolicy:
     before it alone.
     """
 
+    needs_confidence: ClassVar[bool] = True
     needs_cost: ClassVar[bool] = True
 
     def verification_lengths(self, candidates: Candidates) -> torch.Tensor:
@@ -104,6 +108,7 @@ class GlobalThroughputPolicy:
     """The choice of largest Θ on the whole path. It looks at every confidence, so it is lossless in greedy decoding only,
     where every choice gives the same text."""
 
+    needs_confidence: ClassVar[bool] = True
     needs_cost: ClassVar[bool] = True
 
     def verification_lengths(self, candidates: Candidates) -> torch.Tensor:
@@ -118,6 +123,7 @@ class AsyncThroughputPolicy:
     sampling. The first two rounds verify all that is allowed.
     """
 
+    needs_confidence: ClassVar[bool] = True
     needs_cost: ClassVar[bool] = True
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from reference import calibration as reference
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dspark_hf import DSparkConfig, DSparkDraftModel
+from dspark_hf import DSparkConfig, DSparkDraftModel, calibration
 from dspark_hf.calibration import (
     TEMPERATURES,
     area_under_curve,
@@ -80,6 +80,31 @@ def test_temperatures_of_the_config_change_what_the_threshold_verifies_and_not_t
         texts.append(output.sequences.tolist())
     assert verified == [2, 1, 0]
     assert texts == [target.generate(**inputs, max_new_tokens=9, do_sample=False).tolist()] * 3
+
+
+@pytest.mark.parametrize(
+    ("fitted", "schedule", "call", "warns"),
+    [
+        ({"do_sample": False, "temperature": None}, "threshold", {"do_sample": False}, False),
+        ({"do_sample": False, "temperature": None}, "threshold", {"do_sample": True}, True),
+        ({"do_sample": False, "temperature": None}, "constant", {"do_sample": True}, False),
+        ({"do_sample": True, "temperature": 0.7}, "threshold", {"do_sample": True, "temperature": 0.7}, False),
+        ({"do_sample": True, "temperature": 0.7}, "threshold", {"do_sample": True}, True),
+        (None, "threshold", {"do_sample": True}, False),
+    ],
+)
+def test_confidences_of_another_setting_are_noticed_once(caplog, fitted, schedule, call, warns):
+    calibration._warn_of_other_setting.cache_clear()
+    target = shared_target()
+    drafter = make_drafter(target, confidence_temperatures=fitted and [1.5] * 4, confidence_calibration=fitted)
+    drafter.generation_config.num_assistant_tokens_schedule = schedule
+    if schedule == "threshold":
+        drafter.generation_config.assistant_confidence_threshold = 0.1
+    for _ in range(2):
+        target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, assistant_model=drafter, **call)
+    said = [record.getMessage() for record in caplog.records if "calibrated for" in record.getMessage()]
+    assert len(said) == warns
+    assert all("dspark-hf calibrate" in message for message in said)
 
 
 # Measures
