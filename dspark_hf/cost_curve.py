@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 
+from dspark_hf.grouped import SWITCH
 from dspark_hf.host import TargetModel
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.passes import TIME_LIMIT_S, Clock, time_passes
@@ -205,6 +206,8 @@ class CostCurve:
 
     def _check(self, costs: ForwardCosts) -> None:
         block_size = self.drafter.config.block_size
+        if not isinstance(costs.draft_seconds, list):
+            raise ValueError("an earlier release wrote it")
         if (len(costs.target_seconds), len(costs.draft_seconds)) != (block_size + 1, block_size):
             raise ValueError(f"other numbers of costs than for a block of {block_size}")
         if not all(math.isfinite(value) and value >= 0 for value in costs.target_seconds + costs.draft_seconds):
@@ -255,6 +258,7 @@ def curve_key(target: TargetModel, drafter: DSparkDraftModel) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "dspark_hf": importlib.metadata.version("dspark_hf"),
+        "forced_gqa": os.environ.get(SWITCH),
         "verifier": "padded",
     }
 

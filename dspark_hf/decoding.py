@@ -17,7 +17,6 @@ from dspark_hf.caches import SlotCache, check_host_cache
 from dspark_hf.calibration import warn_of_other_setting
 from dspark_hf.committing import BlockCommitter, Committer, StepCommitter
 from dspark_hf.drafting import Context, Drafting, check_lending, share_with_target
-from dspark_hf.grouped import grouped_queries
 from dspark_hf.host import TargetModel, cache_argument, skips_prompt, was_passed_by_user
 from dspark_hf.judging import DrafterJudge
 from dspark_hf.metrics import DecodingStatistics, PhaseTimer, RoundRecord
@@ -90,7 +89,12 @@ class Decoding:
         share_with_target(drafter, target)
         self.judge = DrafterJudge(drafter, target)
         self.planner = Planner(
-            self.options.policy, target, drafter, len(input_ids), greedy=not generation_config.do_sample
+            self.options.policy,
+            target,
+            drafter,
+            rows=len(input_ids),
+            most=self.options.max_draft_tokens,
+            greedy=not generation_config.do_sample,
         )
         if self.options.policy.needs_confidence:
             fitted = drafter.config.confidence_calibration
@@ -124,11 +128,7 @@ class Decoding:
         with TapRecorder(self.target, layer_ids, self.drafter.device, self.drafter.dtype) as self.taps:
             self._prefill()
             models = (self.target, self.drafter, self.drafting.lm_head)
-            with (
-                self.target._optimize_model_for_decode(),
-                narrow_linears(*models),
-                grouped_queries(self.target.device),
-            ):
+            with self.target._optimize_model_for_decode(), narrow_linears(*models):
                 while self._goes_on():
                     if self.sequences.all_finished:
                         self._keep_other_ranks_company()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dspark_hf.caches import SlotCache
+from dspark_hf.grouped import grouped_queries, reads_groups
 from dspark_hf.host import TargetModel
 from dspark_hf.judging import DrafterJudge
 from dspark_hf.modeling.modeling_dspark import Choose, DSparkDraft, DSparkDraftModel, draft_attention_mask
@@ -76,6 +77,7 @@ class Drafting:
         self.visible[:, :first_slot] = False
         self.prompt_positions = (prompt_mask.cumsum(dim=1) - 1).clamp_min(0)  # (R, P)
         self.padding = (~prompt_mask).sum(dim=1, keepdim=True)  # (R, 1)
+        self.reads_groups = reads_groups(drafter)
         self.unread: list[Context] = []
 
     def observe(self, context: Context) -> None:
@@ -108,15 +110,17 @@ class Drafting:
         known = self.visible
         valid = torch.cat([known, known.new_ones(known.shape[0], used - known.shape[1])], dim=1)
         masks = draft_attention_mask(config, block_slots, keys, self.drafter.dtype, valid)
-        hidden = self.drafter(
-            # A sharded target may keep its embedding on another device than its head.
-            self.drafter.embed(self.drafter.block_input_ids(anchor), self.embed_tokens).to(self.drafter.device),
-            self.drafter.project_context(taps),
-            self._positions(block_slots),
-            positions,
-            masks,
-            self.cache,
-        ).last_hidden_state
+        # A sharded target may keep its embedding on another device than its head.
+        block = self.drafter.embed(self.drafter.block_input_ids(anchor), self.embed_tokens).to(self.drafter.device)
+        with grouped_queries(self.reads_groups):
+            hidden = self.drafter(
+                block,
+                self.drafter.project_context(taps),
+                self._positions(block_slots),
+                positions,
+                masks,
+                self.cache,
+            ).last_hidden_state
         if self.judge is not None and self.judge.watches_slots:
             self.judge.look(hidden, anchor, self.lm_head)
         return self.drafter.draft(hidden, anchor, choose, num_tokens, self.lm_head, self.vocab_size)

@@ -3,11 +3,10 @@
 Kept is an account, in rounds of plain decoding. A drafting round pays in the tokens it committed beyond a plain round's
 and takes out what it lasted longer; every plain round pays in a little. In the red, rows decode plainly until the account
 is balanced, while taps go on being recorded, and then the next round tries again. So drafting that loses costs the
-opening balance once and `SHARE` of the time from then on, however much a single try loses, and one that pays is never
-stopped for long. This is the future work that the paper names in its conclusion.
+opening balance once and `SHARE` of the time from then on, however much a single try loses. This is the future work that the paper names in its conclusion.
 
 Decided from past rounds only, for the whole batch, since the drafting pass is saved only when no row needs it. A greedy
-call goes on with the account of the last greedy call of as many rows: opening one anew costs short texts more than they
+call goes on with the account of the last greedy call of as many rows and draft tokens: opening one anew costs short texts more than they
 can win back. Calls that sample start with a new one, since the same seed must give the same tokens again.
 """
 
@@ -17,8 +16,9 @@ from typing import Any
 
 OPENING_BALANCE = 2.0
 """Plain rounds that a new account may lose before it has to wait."""
-LARGEST_BALANCE = 6.0
-"""Plain rounds that are kept of what drafting saved: so much may text that becomes hard to predict cost."""
+LARGEST_BALANCE = 20.0
+"""Plain rounds that are kept of what drafting saved: so much may text that becomes hard to predict cost. A run of bad luck
+uses it up too, and a drafter that pays little is closed by that, hence several times what one round can lose."""
 SHARE = 0.01
 """Part of each plain round that may be lost in finding out whether drafting pays by now."""
 
@@ -54,24 +54,25 @@ class DraftGate:
         self.balance = min(self.balance + rounds, LARGEST_BALANCE)
 
 
-_last_gates: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[int, DraftGate]]] = (
+_last_gates: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[tuple[int, int], DraftGate]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def next_gate(drafter: Any, target: Any, rows: int) -> DraftGate:
+def next_gate(drafter: Any, target: Any, rows: int, most: int) -> DraftGate:
     r"""
-    The gate for a call that goes on where the last one with the same models and as many rows is now.
+    The gate for a call that goes on where the last one with the same models, rows and cap is now.
 
     Args:
         drafter ([`DSparkDraftModel`]): The drafter.
         target (`PreTrainedModel`): The target.
         rows (`int`): Rows of the batch.
+        most (`int`): Most draft tokens of a row in a round.
 
     Returns:
         [`DraftGate`]: The call's own, also beside calls of other threads.
     """
     gates = _last_gates.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, {})
-    last = gates.get(rows)
-    gates[rows] = DraftGate() if last is None else DraftGate(last.balance)
-    return gates[rows]
+    last = gates.get((rows, most))
+    gates[rows, most] = DraftGate() if last is None else DraftGate(last.balance)
+    return gates[rows, most]

@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from dspark_hf.caches import SlotCache
 from dspark_hf.drafting import Context, Drafting
-from dspark_hf.grouped import grouped_queries
 from dspark_hf.host import TargetModel
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.narrow import narrow_linears
@@ -60,7 +59,6 @@ def _quietly(target: TargetModel, drafter: DSparkDraftModel) -> Iterator[None]:
         torch.random.fork_rng(devices),
         target._optimize_model_for_decode(),
         narrow_linears(target, drafter),
-        grouped_queries(target.device),
     ):
         yield
 

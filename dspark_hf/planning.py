@@ -27,16 +27,19 @@ class Planner:
         target (`PreTrainedModel`): The target.
         drafter ([`DSparkDraftModel`]): Its drafter.
         rows (`int`): Rows of the batch.
+        most (`int`): Most draft tokens of a row in a round.
         greedy (`bool`): Whether the call is greedy, so that what earlier calls learned may be used.
     """
 
-    def __init__(self, policy: Policy, target: TargetModel, drafter: DSparkDraftModel, rows: int, greedy: bool):
+    def __init__(
+        self, policy: Policy, target: TargetModel, drafter: DSparkDraftModel, rows: int, most: int, greedy: bool
+    ):
         self.policy = policy
         temperatures = drafter.config.confidence_temperatures
         self.temperatures = None if temperatures is None else upload(temperatures, drafter.device)
         self.curve = CostCurve.open(target, drafter) if policy.needs_cost else None
         learns_on = greedy and self.curve is not None
-        self.gate = next_gate(drafter, target, rows) if learns_on else DraftGate()
+        self.gate = next_gate(drafter, target, rows, most) if learns_on else DraftGate()
         self._cost: tuple[ForwardCosts, int, PaddedCost] | None = None
 
     @property

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.utils import ModelOutput
 
 from dspark_hf.caches import SlotCache
+from dspark_hf.grouped import grouped_queries, reads_groups
 from dspark_hf.host import TargetModel, cache_argument
 from dspark_hf.quantised import check_quantisation
 from dspark_hf.recurrent import LAYERS_WITHOUT_MASK, RecurrentStates, check_recurrent, has_recurrent_states
@@ -62,6 +63,7 @@ class Verifier:
         skipped = (*NOT_FOR_VERIFICATION, cache_argument())
         self.model_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
         self.recurrent = RecurrentStates(cache) if cache.recurrent_states else None
+        self.reads_groups = reads_groups(target)
         self._last_inputs: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, tokens: torch.Tensor, slots: torch.Tensor, used: int, widths: torch.Tensor) -> Verification:
@@ -82,7 +84,8 @@ class Verifier:
             self._last_inputs = tokens, slots
         inputs = self._inputs(tokens, slots, used, widths)
         inputs.pop("logits_to_keep", None)  # some targets ask for the last logits alone
-        outputs = self.target(**inputs, return_dict=True)
+        with grouped_queries(self.reads_groups and tokens.shape[1] > 1):
+            outputs = self.target(**inputs, return_dict=True)
         return Verification(outputs.logits.float().to(tokens.device), outputs)
 
     def keep(self, counts: list[int]) -> int:

@@ -28,7 +28,7 @@ class VerificationPath:
         step (`torch.LongTensor` of shape `(R, K)`): Step that admits each token, from 1; larger than n for those that
             may not be verified.
         gains (`torch.DoubleTensor` of shape `(n,)`): Expected tokens that each step adds.
-        seconds (`torch.DoubleTensor` of shape `(n + 1,)`): Seconds of a forward after 0, 1, ..., n steps; infinite for
+        seconds (`torch.DoubleTensor` of shape `(n + 1,)`): Seconds of the round after 0, 1, ..., n steps; infinite for
             steps that admit nothing.
     """
 
@@ -47,7 +47,7 @@ class VerificationPath:
 
 
 class VerificationCost(Protocol):
-    """Seconds of a target forward, by the tokens in it."""
+    """Seconds of a round, by the tokens in its target forward. What takes the same whatever is chosen may be part of them."""
 
     def path(self, survival: torch.Tensor, allowed: torch.Tensor) -> VerificationPath:
         r"""
@@ -67,7 +67,7 @@ class PaddedCost:
     Cost of a batch whose rows all get the width of the longest.
 
     Args:
-        seconds (`torch.DoubleTensor` of shape `(>= 1 + K,)`): Entry w - 1 is a forward of all rows with w tokens each.
+        seconds (`torch.DoubleTensor` of shape `(>= 1 + K,)`): Entry w - 1 is a round with w tokens of every row.
     """
 
     seconds: torch.Tensor
@@ -88,7 +88,7 @@ class FlattenedCost:
     Cost of a batch without padding.
 
     Args:
-        seconds (`torch.DoubleTensor` of shape `(>= R * (1 + K),)`): Entry B - 1 is a forward of B tokens.
+        seconds (`torch.DoubleTensor` of shape `(>= R * (1 + K),)`): Entry B - 1 is a round with a forward of B tokens.
     """
 
     seconds: torch.Tensor

@@ -19,6 +19,7 @@ from conftest import make_drafter, make_target
 from dspark_hf import passes
 from dspark_hf.caches import SlotLayer
 from dspark_hf.cost_curve import CostCurve, context_bucket, curve_key
+from dspark_hf.grouped import SWITCH
 from dspark_hf.passes import TIME_LIMIT_S
 from dspark_hf.profiling import add_profile_arguments, run_profile
 
@@ -189,6 +190,10 @@ def change_transformers(_bench, monkeypatch):
     monkeypatch.setattr(transformers, "__version__", "99.0")
 
 
+def change_switch(_bench, monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
+
+
 def change_package(_bench, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"99.0 of {name}")
 
@@ -209,6 +214,7 @@ CHANGES = {
     "torch": change_torch,
     "transformers": change_transformers,
     "dspark_hf": change_package,
+    "forced_gqa": change_switch,
 }
 
 

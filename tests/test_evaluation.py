@@ -158,7 +158,7 @@ def test_runs_take_turns_and_differing_ones_are_counted(monkeypatch):
     monkeypatch.setattr(speed, "generate", generate)
     monkeypatch.setattr(Prompt, "encode", lambda self, _tokenizer: Text(self.text))
     prompts = [Prompt("sums", "math", number, text) for number, text in enumerate(("first", "second"))]
-    variants = [Variant(name, None, {}) for name in "ab"]
+    variants = [Variant(name, None, {"num_assistant_tokens_schedule": "constant"}) for name in "ab"]
     found = measure(make_target(num_hidden_layers=1), None, prompts, variants, 3, repeats=2)
     once = ["plain", "a", "b"]
     assert turns == once + (once + once[::-1]) * 2  # a warm-up first

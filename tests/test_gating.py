@@ -75,6 +75,24 @@ def test_chance_rarely_closes_the_gate_on_a_drafter_that_pays():
     assert sum(drafted) > 0.9 * 2000
 
 
+@pytest.mark.parametrize(("chance", "most", "cost"), [(0.65, 7, 2.2), (0.5, 3, 1.6), (0.5, 2, 1.45)])
+def test_a_drafter_that_pays_keeps_nearly_all_of_its_gain(chance, most, cost):
+    """Blocks accepted token by token; the text is long, and drafting always would be the best one can do."""
+    generator = random.Random(0)
+    gate, tokens, seconds = DraftGate(), 0, 0.0
+    for _ in range(30000):
+        if gate.is_open:
+            accepted = next((k for k in range(most) if generator.random() > chance), most)
+            gate.observe_draft(1 + accepted, cost, 1, 1.0)
+            tokens, seconds = tokens + 1 + accepted, seconds + cost
+        else:
+            gate.observe_plain()
+            tokens, seconds = tokens + 1, seconds + 1
+    always = sum(chance**k for k in range(most + 1)) / cost
+    assert always > 1.1
+    assert tokens / seconds > 0.97 * always
+
+
 def test_costs_and_rows_are_counted():
     gate = DraftGate()
     for _ in range(50):

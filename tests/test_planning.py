@@ -17,7 +17,7 @@ def test_a_drafting_pass_that_was_made_counts_in_the_step(monkeypatch, policy, d
     costs = ForwardCosts(target_seconds=[1.0, 1.3], draft_seconds=[draft_seconds])
     monkeypatch.setattr(CostCurve, "costs", lambda self, rows, context: costs)
     target = make_target(num_hidden_layers=2)
-    planner = Planner(policy(), target, make_drafter(target, block_size=1), rows=1, greedy=True)
+    planner = Planner(policy(), target, make_drafter(target, block_size=1), rows=1, most=1, greedy=True)
     draft = DSparkDraft(
         tokens=torch.zeros(1, 1, dtype=torch.long),
         probs=torch.zeros(1, 1, 64),

@@ -17,6 +17,7 @@ from dspark_hf.training.trainer import DraftDataset, DSparkTrainer, DSparkTraini
 
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 4, 20
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon came with torch 2.9")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,14 @@ def test_training_improves_loss_and_accepted_length_on_held_out_text(target, sam
     )
 
 
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"muon_learning_rate": 3e-3}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        pytest.param({"muon_learning_rate": 3e-3, "gradient_accumulation_steps": 2}, marks=needs_muon),
+    ],
+)
 def test_a_run_that_stopped_goes_on_bit_by_bit(target, samples, tmp_path, more):
     options = {"max_steps": 9, "save_steps": 4} | more  # beyond the first epoch
     whole = make_trainer(target, samples, tmp_path / "whole", **options)
@@ -132,6 +140,7 @@ def test_a_run_that_stopped_goes_on_bit_by_bit(target, samples, tmp_path, more):
         assert losses(other) == losses(whole)
 
 
+@needs_muon
 def test_muon_trains_the_matrices_of_the_draft_layers(target, samples, tmp_path):
     options = {"muon_learning_rate": 3e-2, "learning_rate": 1e-2, "lr_scheduler_type": "linear", "warmup_steps": 0}
     trainer = make_trainer(target, samples, tmp_path, max_steps=10, save_strategy="no", **options)
@@ -149,14 +158,68 @@ def test_muon_trains_the_matrices_of_the_draft_layers(target, samples, tmp_path)
     assert not of_muon.intersection(*of_adamw)
     after = weights(trainer)
     assert [name for name in by_id.values() if torch.equal(before[name], after[name])] == []
-    rates = [group["lr"] for group in optimizer.param_groups]  # the scheduler reaches both
-    assert rates == pytest.approx([0.0] * len(rates), abs=1e-6)
+    parts = optimizer._parts.values()  # a scheduler that sets the groups' rates reaches both
+    assert all(
+        one is own for one, own in zip(optimizer.param_groups, (g for p in parts for g in p.param_groups), strict=True)
+    )
 
 
-def test_without_muon_in_torch_the_error_says_so(target, samples, tmp_path, monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ImportError, match=r"torch 2\.9 .*--muon-learning-rate"):
-        make_trainer(target, samples, tmp_path, muon_learning_rate=3e-3).train()
+@needs_muon
+def test_a_step_at_rate_zero_changes_nothing(target, samples, tmp_path):
+    rates = {"muon_learning_rate": 3e-2, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    trainer = make_trainer(target, samples, tmp_path, max_steps=2, save_steps=1, **rates)
+    trainer.train()
+    resumed = make_trainer(target, samples, tmp_path, max_steps=3, **rates)
+    resumed.add_callback(RateZero())
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_weights(weights(resumed), weights(trainer))
+
+
+class RateZero(TrainerCallback):
+    """Sets every rate to zero, where a scheduler would, before each step."""
+
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+
+@needs_muon
+@pytest.mark.parametrize("first", [None, 3e-3])
+def test_a_checkpoint_of_another_optimizer_is_refused(target, samples, tmp_path, first):
+    make_trainer(target, samples, tmp_path, max_steps=3, muon_learning_rate=first).train()
+    other = make_trainer(target, samples, tmp_path, max_steps=6, muon_learning_rate=3e-3 if first is None else None)
+    with pytest.raises(ValueError, match="another optimizer.*--muon-learning-rate"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_muon_is_refused_before_anything_runs_where_it_cannot_be(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"negative, got -1"):
+        DSparkTrainingArguments(output_dir=str(tmp_path), muon_learning_rate=-1.0)
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(ImportError, match=r"torch 2\.9 .*--muon-learning-rate 0"):
+        DSparkTrainingArguments(output_dir=str(tmp_path), muon_learning_rate=3e-3)
+    assert DSparkTrainingArguments(output_dir=str(tmp_path), muon_learning_rate=0.0).muon_learning_rate == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "rate"),
+    [
+        ([], 3e-3),
+        (["--muon-learning-rate", "0"], 0.0),
+        (["--muon-learning-rate", "0.5", "--start-from", "x"], 0.5),
+        (["--start-from", "x"], None),
+        (["--optim", "adamw_torch"], None),
+    ],
+)
+def test_the_preset_trains_new_drafters_with_muon(monkeypatch, more, rate):
+    seen = []
+    monkeypatch.setattr("dspark_hf.training.command.train", lambda arguments, training: seen.append(training))
+    monkeypatch.setattr("dspark_hf.training.trainer.check_muon", lambda rate: None)
+    assert (
+        main(["train", "--small-budget", "--target", "t", "--data", "d", "--output", "o", "--use-cpu", "True", *more])
+        == 0
+    )
+    assert [training.muon_learning_rate for training in seen] == [rate]
 
 
 def test_the_saved_model_is_the_drafter_alone_and_the_target_does_not_change(target, samples, tmp_path):

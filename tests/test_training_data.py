@@ -358,12 +358,14 @@ def test_turns_are_filtered(tmp_path):
         ([5, 6, 7, 8], "length"),
         ([5] * 96, "loop"),
         ([10, 11, 12, EOS], "end"),
+        ([EOS], "end"),
     ]
     lines = [
         {"index": i, "prompt_ids": [USER], "response_ids": ids, "finish": finish}
         for i, (ids, finish) in enumerate(turns)
     ]
     lines[6] |= {"prompt_ids": [USER, 10, 11], "response_ids": [12, EOS]}  # began with an opening of two words
+    lines[7] |= {"prompt_ids": [USER, 13, 14, 15]}  # an opening, and nothing else
     user_turn = self_instruct.find_user_turn(make_tokenizer())
     path = tmp_path / "turns.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in reversed(lines)))
@@ -373,7 +375,7 @@ def test_turns_are_filtered(tmp_path):
         (6, [USER, 10, 11, 12, EOS, ASSISTANT]),
     ]
     reasons = ("turn_short", "turn_duplicate", "turn_special_token", "turn_length", "turn_loop")
-    assert dropped == dict.fromkeys(reasons, 1)
+    assert dropped == dict.fromkeys(reasons, 1) | {"turn_short": 2}
     path.write_text(json.dumps(lines[1]) + "\n")
     with pytest.raises(ValueError, match="None of the 1 user turns .*'turn_short': 1"):
         self_instruct.keep_turns(make_tokenizer(), user_turn, path)

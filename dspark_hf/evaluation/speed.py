@@ -50,6 +50,13 @@ class Variant:
     drafter: DSparkDraftModel
     options: dict[str, Any]
 
+    @property
+    def schedule(self) -> str | None:
+        """The policy it runs with, its own or the drafter's."""
+        if SCHEDULE in self.options:
+            return self.options[SCHEDULE]
+        return getattr(self.drafter.generation_config, SCHEDULE, None)
+
     def row(self) -> dict[str, Any]:
         """Its line in the record."""
         head = self.drafter.markov_head
@@ -235,8 +242,9 @@ def measure(
         `list[Measurement]`: One for each prompt and variant.
     """
     order = [None, *variants]
-    for drafter in {variant.drafter for variant in variants if variant.options.get(SCHEDULE) in THROUGHPUT_POLICIES}:
-        columns = [prompt.encode(tokenizer)["input_ids"].shape[1] for prompt in prompts]
+    drafters = {variant.drafter for variant in variants if variant.schedule in THROUGHPUT_POLICIES}
+    columns = [prompt.encode(tokenizer)["input_ids"].shape[1] for prompt in prompts] if drafters else []
+    for drafter in drafters:
         measure_costs(target, drafter, 1, columns, new_tokens)
     for variant in order:
         generate(target, prompts[0].encode(tokenizer).to(target.device), new_tokens, variant)

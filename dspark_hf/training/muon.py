@@ -44,6 +44,22 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.param_groups = [group for part in self._parts.values() for group in part.param_groups]
 
 
+def check_muon(learning_rate: float) -> None:
+    r"""
+    Check that Muon can train at a rate.
+
+    Raises:
+        ValueError: If the rate is negative.
+        ImportError: If torch is older than 2.9 and has no Muon.
+    """
+    if learning_rate < 0:
+        raise ValueError(f"Muon's learning rate must not be negative, got {learning_rate}.")
+    if not hasattr(torch.optim, "Muon"):
+        raise ImportError(
+            f"Muon needs torch 2.9 or newer, this is {torch.__version__}. Update it, or pass --muon-learning-rate 0."
+        )
+
+
 def muon_with_adamw(
     drafter: DSparkDraftModel, muon_learning_rate: float, learning_rate: float, weight_decay: float = 0.0, **adamw: Any
 ) -> MuonWithAdamW:
@@ -60,14 +76,7 @@ def muon_with_adamw(
 
     Returns:
         [`MuonWithAdamW`]
-
-    Raises:
-        ImportError: If torch is older than 2.9 and has no Muon.
     """
-    if not hasattr(torch.optim, "Muon"):
-        raise ImportError(
-            f"Muon needs torch 2.9 or newer, this is {torch.__version__}. Update it, or leave --muon-learning-rate out."
-        )
     trainable = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
     tables = {name: weight for name, weight in trainable.items() if weight.dim() == 2}
     matrices = {name: weight for name, weight in tables.items() if name.startswith(("layers.", "fc."))}

@@ -13,7 +13,6 @@ from transformers import DynamicCache, LogitsProcessorList
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from dspark_hf.caches import SlotCache
-from dspark_hf.grouped import grouped_queries
 from dspark_hf.host import TargetModel, cache_argument
 from dspark_hf.training.prompts import Prompt, Settings
 from dspark_hf.transfer import upload
@@ -106,8 +105,7 @@ class Rows:
         before_first = torch.full((len(last), 1), -1, device=device)
         verifier = Verifier(self.target, self.cache, none, {"position_ids": before_first})
         used = max(slot for _, slot in last) + 1
-        with grouped_queries(device):
-            logits = verifier(tokens[:, None], slots[:, None], used, torch.ones_like(slots)).logits[:, 0]  # (R, V)
+        logits = verifier(tokens[:, None], slots[:, None], used, torch.ones_like(slots)).logits[:, 0]  # (R, V)
         chosen = self._choose(logits)
         for row, token in zip(self.rows, chosen, strict=True):
             if row is not None:

@@ -108,7 +108,7 @@ def keep_turns(tokenizer: Any, turn: UserTurn, path: Path) -> tuple[list[Prompt]
     Filter the turns that the target wrote and make prompts of them.
 
     Dropped are turns that did not end by themselves (at the limit of length or in a loop), turns with a special token
-    inside or fewer than 3 words, and all but the first of those that differ only in case and space.
+    inside, fewer than 3 words or nothing beyond an opening, and all but the first of those that differ only in case and space.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
@@ -128,14 +128,15 @@ def keep_turns(tokenizer: Any, turn: UserTurn, path: Path) -> tuple[list[Prompt]
     dropped: Counter[str] = Counter()
     seen: set[str] = set()
     for sample in samples:
-        ids = sample["prompt_ids"][len(turn.prefix_ids) :] + sample["response_ids"][:-1]
+        written = sample["response_ids"][:-1]
+        ids = sample["prompt_ids"][len(turn.prefix_ids) :] + written
         text = tokenizer.decode(ids).strip()
         words = text.lower().split()
         if sample["finish"] != "end":
             dropped[f"turn_{sample['finish']}"] += 1
         elif special.intersection(ids):
             dropped["turn_special_token"] += 1
-        elif len(words) < MIN_WORDS:
+        elif len(words) < MIN_WORDS or not tokenizer.decode(written).strip():
             dropped["turn_short"] += 1
         elif " ".join(words) in seen:
             dropped["turn_duplicate"] += 1

@@ -24,7 +24,7 @@ from dspark_hf.taps import check_target, tapped_layers
 from dspark_hf.training.anchors import PackedBlocks, label_columns, pack_blocks, sample_anchors
 from dspark_hf.training.features import FeatureCache, FeatureExtractor, TargetFeatures, pad_features
 from dspark_hf.training.losses import LossConfig, total_position_weight
-from dspark_hf.training.muon import muon_with_adamw
+from dspark_hf.training.muon import check_muon, muon_with_adamw
 from dspark_hf.training.objective import DraftObjective
 from dspark_hf.training.samples import Sample
 from dspark_hf.training.tally import Tally
@@ -44,7 +44,12 @@ class DSparkTrainingArguments(TrainingArguments):
         cross_entropy_weight, total_variation_weight, confidence_weight (`float`): Weights of the losses.
         loss_decay (`float`): Constant of the position weights, in positions.
         muon_learning_rate (`float`, *optional*): Train the matrices of the draft layers with Muon at this rate, and the rest
-            with AdamW at `learning_rate`. `None` means the optimizer of `optim` for all.
+            with AdamW at `learning_rate`; what is logged as learning rate is Muon's. `None` or 0 means the optimizer of
+            `optim` for all.
+
+    Raises:
+        ValueError: If the rate of Muon is negative.
+        ImportError: If torch is older than 2.9 and has no Muon.
     """
 
     learning_rate: float = 6e-4
@@ -59,7 +64,7 @@ class DSparkTrainingArguments(TrainingArguments):
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
     loss_decay: float = field(default=4.0, metadata={"help": "Constant of the position weights, in positions."})
     muon_learning_rate: float | None = field(
-        default=None, metadata={"help": "Train the matrices of the draft layers with Muon at this rate."}
+        default=None, metadata={"help": "Train the matrices of the draft layers with Muon at this rate; 0 is off."}
     )
 
     def __post_init__(self) -> None:
@@ -67,6 +72,8 @@ class DSparkTrainingArguments(TrainingArguments):
         # Without one the order of a resumed run would hang on what drew random numbers before it.
         if self.data_seed is None:
             self.data_seed = self.seed
+        if self.muon_learning_rate:
+            check_muon(self.muon_learning_rate)
 
     @property
     def loss_config(self) -> LossConfig:
@@ -172,8 +179,12 @@ class DSparkTrainer(Trainer):
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
         """The optimizer of the arguments, or Muon beside AdamW."""
         ours = self.args
-        if ours.muon_learning_rate is None or self.optimizer is not None:
+        if not ours.muon_learning_rate or self.optimizer is not None:
             return super().create_optimizer(*args)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise NotImplementedError(
+                "Muon needs whole matrices, which FSDP and DeepSpeed split. Train with DDP, or without --muon-learning-rate."
+            )
         betas = (ours.adam_beta1, ours.adam_beta2)
         self.optimizer = muon_with_adamw(
             self.drafter,
@@ -270,6 +281,15 @@ class DSparkTrainer(Trainer):
             torch.save(self.args, Path(partial) / "training_args.bin")
             for file in Path(partial).iterdir():
                 file.replace(folder / file.name)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except KeyError as error:
+            raise ValueError(
+                f"{checkpoint} was written with another optimizer. Go on with the --optim and --muon-learning-rate it was trained "
+                "with, or start from its drafter in another folder: --start-from."
+            ) from error
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, self.drafter)
