@@ -180,12 +180,12 @@ class Decoding:
         draft = DSparkDraft(tokens=draft.tokens[:, :width], probs=draft.probs[:, :width])
         verification, taps = self._verify(anchors, slots, draft, lengths)
         self.timer.mark("verify")
-        before = list(self.sequences.lengths)
+        before, progress = list(self.sequences.lengths), self.sequences.progress
         records = self.commit(draft, lengths, verification)
         counts = [now - then for now, then in zip(self.sequences.lengths, before, strict=True)]
         self._observe(taps, slots, counts)
         self.statistics.add_round(records, confidence_logits)
-        self.planner.observe(records, len(self.sequences), width, max(caps), context)
+        self.planner.observe(self.sequences.progress - progress, len(self.sequences), width, max(caps), context)
         self._judge_drafter(records, before)
         self.timer.mark("commit")
         self._keep(counts)

@@ -1,7 +1,7 @@
 """Whether to draft at all: on text that the drafter cannot predict, plain decoding is faster.
 
-Kept is an account, in rounds of plain decoding. A drafting round pays in the tokens it committed beyond a plain round's
-and takes out what it lasted longer; every plain round pays in a little. In the red, rows decode plainly until the account
+Kept is an account, in rounds of plain decoding. A drafting round pays in how many plain rounds would have brought the batch
+as far, its shortest unfinished row that is, and takes out how long it lasted; every plain round pays in a little. In the red, rows decode plainly until the account
 is balanced, while taps go on being recorded, and then the next round tries again. So drafting that loses costs the
 opening balance once and `SHARE` of the time from then on, however much a single try loses. This is the future work that the paper names in its conclusion.
 
@@ -34,17 +34,15 @@ class DraftGate:
         """Whether the next round drafts."""
         return self.balance >= 0
 
-    def observe_draft(self, tokens: int, seconds: float, plain_tokens: int, plain_seconds: float) -> None:
+    def observe_draft(self, gained: float, cost: float) -> None:
         r"""
         Learn from a round that drafted.
 
         Args:
-            tokens (`int`): Tokens that it committed.
-            seconds (`float`): What draft and verification take.
-            plain_tokens (`int`): Tokens that a plain round would have committed: the active rows.
-            plain_seconds (`float`): What a plain round takes.
+            gained (`float`): Plain rounds that would have brought the batch as far.
+            cost (`float`): Plain rounds that draft and verification took as long as.
         """
-        self._pay_in(tokens / plain_tokens - seconds / plain_seconds)
+        self._pay_in(gained - cost)
 
     def observe_plain(self) -> None:
         """Count a plain round."""

@@ -11,7 +11,6 @@ from dspark_hf.calibration import calibrated_confidence
 from dspark_hf.cost_curve import CostCurve, ForwardCosts
 from dspark_hf.gating import DraftGate, next_gate
 from dspark_hf.host import TargetModel
-from dspark_hf.metrics import RoundRecord
 from dspark_hf.modeling.modeling_dspark import DSparkDraft, DSparkDraftModel
 from dspark_hf.scheduling import Candidates, Policy
 from dspark_hf.transfer import upload
@@ -71,12 +70,12 @@ class Planner:
         active = upload([not ended for ended in finished], device)
         return self.policy.verification_lengths(Candidates(confidence, upload(caps, device), active, cost))
 
-    def observe(self, records: list[RoundRecord], rows: int, width: int, drafted: int, context: int) -> None:
+    def observe(self, progress: int, rows: int, width: int, drafted: int, context: int) -> None:
         r"""
         Learn from a finished round.
 
         Args:
-            records (`list[RoundRecord]`): What each unfinished row did.
+            progress (`int`): Plain rounds that would have brought the batch as far as this one did.
             rows (`int`): Rows of the batch.
             width (`int`): Longest verification length.
             drafted (`int`): Draft tokens of a row, 0 for none.
@@ -86,9 +85,8 @@ class Planner:
             return
         if drafted > 0:
             costs = self.curve.costs(rows, context)
-            tokens = sum(record.committed for record in records)
             seconds = costs.draft_seconds[drafted - 1] + costs.target_seconds[width]
-            self.gate.observe_draft(tokens, seconds, len(records), costs.target_seconds[0])
+            self.gate.observe_draft(progress, seconds / costs.target_seconds[0])
         else:
             self.gate.observe_plain()
 

@@ -69,6 +69,13 @@ class Sequences:
         """Tokens that each row has beyond the prompt."""
         return [length - self.prompt_length for length in self.lengths]
 
+    @property
+    def progress(self) -> int:
+        """Rounds of plain decoding, where all rows advance alike, that it takes to come this far: the batch is as far as its
+        shortest unfinished row, since a call lasts until the last one ends."""
+        unfinished = [count for count, ended in zip(self.generated, self.finished, strict=True) if not ended]
+        return min(unfinished) if unfinished else max(self.generated)
+
     def tokens_left(self, row: int) -> int:
         """Tokens that a row may still get, padding left out."""
         padding = self.finished[row] and self.stop.pads_finished_rows
