@@ -44,20 +44,16 @@ def pair(tmp_path_factory):
     return folder
 
 
+def folders_of(pair) -> list[str]:
+    return [part for name in ("target", "drafter", "prompts") for part in (f"--{name}", str(pair / name))]
+
+
 @pytest.fixture(scope="module")
 def record_path(pair):
     path = pair / "made" / "speed.json"
     options = ["--num-draft-tokens", "2", "4", "--no-sequential-head", "--per-dataset", "2", "--repeats", "2"]
     more = ["--new-tokens", "12", "--threads", str(torch.get_num_threads()), "--output", str(path)]
-    folders = [
-        "--target",
-        str(pair / "target"),
-        "--drafter",
-        str(pair / "drafter"),
-        "--prompts",
-        str(pair / "prompts"),
-    ]
-    speed.main([*folders, *options, *more])
+    speed.main([*folders_of(pair), *options, *more])
     return path
 
 
@@ -227,14 +223,6 @@ def test_policies_are_compared_on_costs_that_were_measured_before(pair, tmp_path
     for owner, name in ((CostCurve, "_measure"), (speed, "generate")):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _run=original, _name=name: events.append(_name) or _run(*a))
-    folders = [
-        "--target",
-        str(pair / "target"),
-        "--drafter",
-        str(pair / "drafter"),
-        "--prompts",
-        str(pair / "prompts"),
-    ]
     options = [
         "--schedule",
         "constant",
@@ -246,7 +234,9 @@ def test_policies_are_compared_on_costs_that_were_measured_before(pair, tmp_path
         "--new-tokens",
         "12",
     ]
-    speed.main([*folders, *options, "--threads", str(torch.get_num_threads()), "--output", str(tmp_path / "s.json")])
+    speed.main(
+        [*folders_of(pair), *options, "--threads", str(torch.get_num_threads()), "--output", str(tmp_path / "s.json")]
+    )
     record = json.loads((tmp_path / "s.json").read_text())
     assert [row["name"] for row in record["variants"]] == [
         "drafter, 3 draft tokens, constant",
