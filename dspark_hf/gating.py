@@ -1,13 +1,14 @@
 """Whether to draft at all: on text that the drafter cannot predict, plain decoding is faster.
 
 Kept is an account, in rounds of plain decoding. A drafting round pays in how many plain rounds would have brought the batch
-as far, its shortest unfinished row that is, and takes out how long it lasted; every plain round pays in a little. In the red, rows decode plainly until the account
-is balanced, while taps go on being recorded, and then the next round tries again. So drafting that loses costs the
-opening balance once and `SHARE` of the time from then on, however much a single try loses. This is the future work that the paper names in its conclusion.
+as far, its shortest unfinished row that is, and takes out how long it lasted; every plain round pays in a little. In the
+red, rows decode plainly until the account is balanced, while taps go on being recorded, and then the next round tries
+again. So drafting that loses costs the opening balance once and `SHARE` of the time from then on, however much a single
+try loses. This is the future work that the paper names in its conclusion.
 
 Decided from past rounds only, for the whole batch, since the drafting pass is saved only when no row needs it. A greedy
-call goes on with the account of the last greedy call of as many rows and draft tokens: opening one anew costs short texts more than they
-can win back. Calls that sample start with a new one, since the same seed must give the same tokens again.
+call goes on with the account of the last greedy call of as many rows and draft tokens: opening one anew costs short texts
+more than they can win back. Calls that sample start with a new one, since the same seed must give the same tokens again.
 """
 
 import weakref
