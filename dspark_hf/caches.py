@@ -55,9 +55,11 @@ class SlotLayer(CacheLayerMixin):
         """Write the states into the cache's current slots and return the used part of the buffers."""
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
-        slots = self.cache.slots.to(key_states.device)[:, None, :, None]
-        self.keys.scatter_(2, slots.expand_as(key_states), key_states)
-        self.values.scatter_(2, slots.expand_as(value_states), value_states)
+        # Not scatter_: on the CPU it converts the whole buffer there and back unless that is float32.
+        slots = self.cache.slots.to(key_states.device)
+        rows = torch.arange(len(key_states), device=key_states.device)[:, None]
+        self.keys[rows, :, slots] = key_states.transpose(1, 2)
+        self.values[rows, :, slots] = value_states.transpose(1, 2)
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
 
     def grow(self, capacity: int) -> None:
