@@ -1,36 +1,62 @@
-"""Linear layers on a few rows, on CPUs where they are slow.
+"""Linear layers on a few rows, from weights that were packed before.
 
-Without AVX-512 instructions a float32 product of 2 to 16 rows with a weight takes almost twice as long as one of a single
-row, although both read the weight once: the library packs the weight first. As `(W x^T)^T` nothing is packed, and a
-verification of 8 tokens took 127 ms instead of 166 where one token takes 86 (docs/log.md). The numbers are equal up to
+A CPU's matrix library packs a weight before it multiplies several rows with it, which costs more than the product when the rows
+are few: on two AVX2 cores the linear layers of SmolLM2-135M took 24 ms for one row, 50 ms for 2 to 8, and 27 to 37 ms
+with weights packed in advance (docs/log.md). Verifications and drafts are such products. The numbers are equal up to
 float32 rounding, as those of forwards of different widths are anyway.
+
+Packed weights are kept as long as their layer, and take as much memory as the weights themselves.
 """
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
-MOST_ROWS = 16
+MOST_ROWS = 32
+"""Packing in advance gains up to here."""
+MEMORY_SHARE = 0.5
+"""Nothing is packed unless the packed weights fit into this share of the memory that is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    r"""
+    A weight `(out, in)` as the library wants it, and how to find out whether it is still the layer's.
+
+    Args:
+        weight (`torch.Tensor`): Opaque.
+        check (`torch.FloatTensor` of shape `(out,)`): The weight's product with [`_probe`].
+    """
+
+    weight: torch.Tensor
+    check: torch.Tensor
+
+
+_packed: weakref.WeakKeyDictionary[nn.Module, PackedWeight] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def narrow_linears(*models: nn.Module) -> Iterator[None]:
     r"""
-    Inside the block linear layers of the models compute a few rows in the order that is fast here; none where it is not.
+    Inside the block linear layers of the models use packed weights for 2 to 32 rows.
 
     Args:
-        models (`nn.Module`): Models that only run inference. Layers whose forward somebody else has replaced, quantised
-            ones, and those that are not float32 on a slow CPU stay as they are.
+        models (`nn.Module`): Models that only run inference, and whose weights do not change inside the block. Layers whose
+            forward somebody else has replaced, quantised ones, and those that are not float32 on a CPU stay as they are.
     """
-    changed: list[Any] = [module for model in models for module in model.modules() if is_slow(module)]
-    for module in changed:
-        module.forward = functools.partial(narrow_linear, module)
+    changed: list[Any] = [module for model in models for module in model.modules() if can_pack(module)]
+    if _fit_in_memory(changed):
+        for module in changed:
+            module.forward = NarrowLinear(module)
     try:
         yield
     finally:
@@ -45,25 +71,59 @@ def is_plain(module: Any) -> bool:
     return type(weight) is nn.Parameter and weight.is_floating_point() and weight.itemsize > 1
 
 
-def is_slow(module: nn.Module) -> bool:
-    """Whether a module is a plain linear layer that gains from another order."""
+def can_pack(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer that gains from a packed weight."""
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
         and is_plain(module)
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.float32
-        and "AVX512" not in torch.backends.cpu.get_cpu_capability()
+        and module.weight.is_contiguous()
+        and module.weight.numel() > 0
+        and torch.backends.mkl.is_available()
         and "forward" not in module.__dict__
     )
 
 
-def narrow_linear(module: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
-    """`inputs` `(..., D)` through a linear layer; up to 16 rows, but not one, as `(W x^T)^T + b`."""
-    rows = inputs.numel() // inputs.shape[-1]
-    if not 1 < rows <= MOST_ROWS or inputs.dtype != torch.float32:
-        return F.linear(inputs, module.weight, module.bias)
-    product = (module.weight @ inputs.reshape(rows, -1).T).T
-    if module.bias is not None:
-        product = product + module.bias
-    return product.reshape(*inputs.shape[:-1], -1)
+class NarrowLinear:
+    """The forward of a linear layer: for a few rows with its packed weight, which is made or looked at when first needed."""
+
+    def __init__(self, module: nn.Linear):
+        self.module = module
+        self.packed: torch.Tensor | None = None
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """`inputs` `(..., in)` to `(..., out)`."""
+        weight, bias = self.module.weight, self.module.bias
+        rows = inputs.numel() // inputs.shape[-1]
+        if not 1 < rows <= MOST_ROWS or inputs.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return F.linear(inputs, weight, bias)
+        if self.packed is None:
+            self.packed = packed_weight(self.module)
+        return torch.ops.mkl._mkl_linear(inputs, self.packed, weight, bias, rows)
+
+
+def packed_weight(module: nn.Linear) -> torch.Tensor:
+    """The packed weight of a layer, made again if the weight has changed in any way since.
+
+    Neither address nor version of a tensor tells that (`weight.data` may be written to), its product with random numbers
+    does: a change that this does not show is below the rounding of the layer's products.
+    """
+    check = F.linear(_probe(module.in_features), module.weight)
+    known = _packed.get(module)
+    if known is None or not torch.equal(known.check, check):
+        known = PackedWeight(torch.ops.mkl._mkl_reorder_linear_weight(module.weight, MOST_ROWS), check)
+        _packed[module] = known
+    return known.weight
+
+
+@functools.cache
+def _probe(size: int) -> torch.Tensor:
+    """Random numbers `(size,)`, always the same."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+def _fit_in_memory(modules: list[nn.Linear]) -> bool:
+    missing = sum(module.weight.nbytes for module in modules if module not in _packed)
+    return missing <= MEMORY_SHARE * psutil.virtual_memory().available

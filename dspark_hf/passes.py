@@ -46,19 +46,18 @@ def time_passes(
         `list[list[float]]`: Seconds, the warm-up first, of drafts of 1, ..., block_size tokens, then of target forwards over
         1, ..., block_size + 1 tokens of every row.
     """
-    with _quietly(target, drafter), _passes(target, drafter, rows, context) as passes:
+    with _quietly(target), _passes(target, drafter, rows, context) as passes:
         return _time(passes, drafter.device, clock, f"cost curve, {rows} rows, context {context}")
 
 
 @contextmanager
-def _quietly(target: TargetModel, drafter: DSparkDraftModel) -> Iterator[None]:
+def _quietly(target: TargetModel) -> Iterator[None]:
     """Run the target as the loop does; dropout of one in training mode takes nothing from the global random state."""
     devices = {parameter.device for parameter in target.parameters() if parameter.device.type == "cuda"}
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices),
         target._optimize_model_for_decode(),
-        narrow_linears(target, drafter),
     ):
         yield
 
@@ -107,7 +106,8 @@ def _passes(
         for layer in (layer for cache in caches for layer in cache.layers):
             for states in (layer.keys, layer.values):
                 states.normal_(generator=torch.Generator(states.device).manual_seed(0))
-        yield passes
+        with narrow_linears(target, drafter, drafting.lm_head):
+            yield passes
     finally:
         for cache in caches:
             cache.layers.clear()  # cache and layers point at each other: do not leave their memory to the garbage collector

@@ -80,7 +80,7 @@ def test_imports_go_downwards_only(path):
 @pytest.mark.parametrize("path", PACKAGE_FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_are_absolute_and_of_dependencies_that_are_declared(path):
     of_transformers = {"safetensors", "huggingface_hub", "tokenizers", "tqdm"}  # it depends on them itself
-    known = STANDARD | of_transformers | {"dspark_hf", "torch", "transformers"}
+    known = STANDARD | of_transformers | {"dspark_hf", "psutil", "torch", "transformers"}
     lazily = {"accelerate", "datasets", "gguf", "matplotlib"}
     names = imported(path)
     assert not [name for name in names if name.startswith(".")]

@@ -1,4 +1,6 @@
-"""Linear layers on a few rows: the same numbers in another order, and nothing left behind."""
+"""Linear layers on a few rows: the same numbers from packed weights, never from old ones, and nothing left behind."""
+
+import gc
 
 import pytest
 import torch
@@ -8,22 +10,86 @@ from torch import nn
 from dspark_hf import narrow
 
 
+pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="packing is MKL's")
+
+
 @pytest.fixture(autouse=True)
-def _slow_cpu(monkeypatch):
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+def _nothing_packed():
+    narrow._packed.clear()
 
 
-@pytest.mark.parametrize("shape", [(1, 24), (2, 24), (1, 8, 24), (2, 8, 24), (3, 8, 24), (2, 0, 24)])
+@pytest.mark.parametrize("shape", [(2, 24), (1, 8, 24), (2, 8, 24), (3, 8, 24), (32, 24)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_numbers_are_those_of_the_layer(shape, bias):
     torch.manual_seed(0)
     layer, inputs = nn.Linear(24, 40, bias=bias), torch.randn(shape)
     expected = layer(inputs)
     with torch.no_grad(), narrow.narrow_linears(layer):
-        assert layer.forward.func is narrow.narrow_linear
         found = layer(inputs)
+        strided = layer(inputs.transpose(0, -2).contiguous().transpose(0, -2))
+    assert layer in narrow._packed
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert found.shape == expected.shape
+    torch.testing.assert_close(strided, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("inputs", [torch.zeros(1, 24), torch.zeros(33, 24), torch.zeros(2, 0, 24)], ids=str)
+def test_other_numbers_of_rows_pack_nothing(inputs):
+    layer = nn.Linear(24, 40)
+    with torch.no_grad(), narrow.narrow_linears(layer):
+        assert torch.equal(layer(inputs), nn.functional.linear(inputs, layer.weight, layer.bias))
+    assert layer not in narrow._packed
+
+
+def test_autocast_computes_in_its_own_dtype():
+    layer, inputs = nn.Linear(24, 40), torch.randn(3, 24)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = layer(inputs)
+        with narrow.narrow_linears(layer):
+            assert torch.equal(layer(inputs), expected)
+
+
+def _in_place(layer):
+    with torch.no_grad():
+        layer.weight[3, 5] += 1e-3
+
+
+def _behind_autograd(layer):
+    layer.weight.data[3, 5] += 1e-3  # peft merges adapters like this; the tensor's version stays the same
+
+
+def _another_parameter(layer):
+    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+
+
+@pytest.mark.parametrize("change", [_in_place, _behind_autograd, _another_parameter])
+def test_a_weight_that_changed_is_packed_again(change):
+    layer, inputs = nn.Linear(24, 40), torch.randn(3, 24)
+    with torch.no_grad():
+        for _ in range(2):
+            with narrow.narrow_linears(layer):
+                torch.testing.assert_close(layer(inputs), nn.functional.linear(inputs, layer.weight, layer.bias))
+            change(layer)
+
+
+def test_packed_weights_are_kept_as_long_as_their_layer():
+    layer, inputs = nn.Linear(24, 40), torch.randn(3, 24)
+    packed = []
+    with torch.no_grad():
+        for _ in range(2):
+            with narrow.narrow_linears(layer):
+                layer(inputs)
+            packed.append(narrow._packed[layer].weight)
+    assert packed[0] is packed[1]
+    del layer
+    gc.collect()
+    assert not narrow._packed
+
+
+def test_nothing_is_packed_where_memory_is_short(monkeypatch):
+    layer = nn.Linear(24, 40)
+    monkeypatch.setattr(narrow, "MEMORY_SHARE", 0.0)
+    with narrow.narrow_linears(layer):
+        assert "forward" not in layer.__dict__
 
 
 def test_layers_are_restored_after_an_error_and_by_whoever_leaves_first():
@@ -39,18 +105,19 @@ def test_layers_are_restored_after_an_error_and_by_whoever_leaves_first():
     assert "forward" not in layer.__dict__
 
 
-def test_other_layers_and_other_cpus_are_left_alone(monkeypatch):
+def test_other_layers_and_other_libraries_are_left_alone(monkeypatch):
     class Own(nn.Linear):
         def forward(self, inputs):
             return super().forward(inputs)
 
-    hooked = nn.Linear(4, 4)
+    hooked, transposed = nn.Linear(4, 4), nn.Linear(4, 4)
     hooked.forward = hooked.forward
-    others = [Own(4, 4), hooked, nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4, device="meta"), nn.Embedding(4, 4)]
-    assert not any(map(narrow.is_slow, others))
-    assert narrow.is_slow(nn.Linear(4, 4))
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
-    assert not narrow.is_slow(nn.Linear(4, 4))
+    transposed.weight = nn.Parameter(transposed.weight.T)
+    others = [Own(4, 4), hooked, transposed, nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4, device="meta"), nn.ReLU()]
+    assert not any(map(narrow.can_pack, others))
+    assert narrow.can_pack(nn.Linear(4, 4))
+    monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
+    assert not narrow.can_pack(nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,4 +128,5 @@ def test_the_text_is_the_targets(family, lengths):
     prompt = left_padded(lengths)
     plain = target.generate(**prompt, max_new_tokens=24, do_sample=False)
     assert torch.equal(target.generate(**prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter), plain)
+    assert narrow._packed, "no layer was packed"
     assert not any("forward" in module.__dict__ for module in [*target.modules(), *drafter.modules()])
