@@ -30,7 +30,6 @@ from dspark_hf.training.losses import (
     position_weights,
     teacher_forced_draft,
     total_position_weight,
-    total_variation,
 )
 from dspark_hf.training.objective import DraftObjective
 from dspark_hf.training.target_head import TargetHead
@@ -215,9 +214,11 @@ def random_logits(kept, seed=0):
     return draft, confidence, torch.randn(5, 4, vocab) * 2, torch.randint(vocab, (5, 4)), [4, 1, 3, 2, 4]
 
 
+@pytest.mark.parametrize("cached_logits", [1, 72, 2**18], ids="{} at once".format)
 @pytest.mark.parametrize("with_confidence", [True, False])
 @pytest.mark.parametrize("kept", [None, [1, 2, 5, 8, 9, 13, 17, 21]], ids=["whole", "reduced"])
-def test_values_and_gradients_equal_float64_loops(kept, with_confidence):
+def test_values_and_gradients_equal_float64_loops(kept, with_confidence, cached_logits, monkeypatch):
+    monkeypatch.setattr(losses_module, "CACHED_LOGITS", cached_logits)
     draft, confidence, target_logits, gold, lengths = random_logits(kept)
     leaves = [draft, confidence] if with_confidence else [draft]
     doubles = [leaf.double().requires_grad_() for leaf in leaves]
@@ -341,7 +342,8 @@ def test_tokens_that_cannot_be_drafted_count_in_the_distance_and_not_in_the_cros
     close(terms.acceptance_rate, torch.tensor([0.0, 1.0]), atol=1e-6, rtol=0)
     close(terms.cross_entropy, torch.tensor([0.0, math.log(2)]), atol=1e-6, rtol=0)
     p = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
-    close(total_variation(torch.tensor([[0.5, 0.5]]), p[:, [0, 3]]), torch.tensor([0.4 + 0.2 + 0.3 + 0.1]))
+    terms = position_losses(torch.zeros(1, 2), None, soft_labels(p.log(), [0, 3]), torch.tensor([3]), draft_ids)
+    close(terms.total_variation, torch.tensor([0.4 + 0.2 + 0.3 + 0.1]))
 
 
 def test_only_the_drafter_gets_gradients_and_every_part_of_it(target):

@@ -32,6 +32,9 @@ from dspark_hf.training.target_head import TargetHead
 LOGITS_PER_CHUNK = 2**27
 """Logits that are held at once, 0.5 GB in float32. More are taken in chunks of blocks, and once more in backward."""
 
+CACHED_LOGITS = 2**18
+"""Logits that a CPU works on at once, 1 MB in float32: its share of the cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
@@ -201,16 +204,67 @@ def aligned_soft_labels(features: TargetFeatures, head: TargetHead, tokens: torc
     Source: DSpark section 3.3.
     """
     logits = head(features.last_hidden_states.flatten(0, 1)[tokens])  # (S, V_d)
-    probs = (logits - features.log_normalizers.flatten()[tokens, None]).exp()
+    probs = logits.sub_(features.log_normalizers.flatten()[tokens, None]).exp_()
     return SoftLabels(probs, features.best_ids.flatten()[tokens])
 
 
-def total_variation(draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-    """`sum_v |q(v) - p(v)|` over the full vocabulary, `(S,)`, from q and p on the draft vocabulary, both `(S, V_d)`.
+class VocabularyTerms(torch.autograd.Function):
+    r"""
+    Cross entropy and total variation of each position, a few positions at a time, so that what lies between logits and
+    terms, and between their gradients, stays in the cache of a CPU.
 
-    A token outside the draft vocabulary cannot be drafted, so it adds p(v): together what p lacks to 1.
+    Args:
+        draft_logits (`torch.FloatTensor` of shape `(S, V_d)`): Logits of q.
+        target_probs (`torch.FloatTensor` of shape `(S, V_d)`): p on the draft vocabulary, without gradient. A token outside
+            cannot be drafted, so it adds p(v) to the total variation: together what p lacks to 1.
+        gold (`torch.LongTensor` of shape `(S,)`): Draft id of the gold token, or -1.
+
+    Returns:
+        `-log q(x*)`, 0 for a gold token of -1; `sum_v |q(v) - p(v)|` over the full vocabulary; the best draft id; each `(S,)`.
+
+    Source: DSpark section 3.3, eqs. 8-12.
     """
-    return (draft_probs - target_probs).abs().sum(dim=-1) + (1 - target_probs.sum(dim=-1)).clamp_min(0)
+
+    @staticmethod
+    def forward(
+        ctx: Any, draft_logits: torch.Tensor, target_probs: torch.Tensor, gold: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        log_z, entropy, distance = (draft_logits.new_empty(len(gold)) for _ in range(3))
+        best_ids = torch.empty_like(gold)
+        for part in _few_positions(draft_logits):
+            logits, probs = draft_logits[part], target_probs[part]
+            log_z[part] = logits.logsumexp(dim=-1)
+            best_ids[part] = logits.argmax(dim=-1)
+            gap = (logits - log_z[part, None]).exp_().sub_(probs)
+            distance[part] = gap.abs_().sum(dim=-1) + (1 - probs.sum(dim=-1)).clamp_min(0)
+            gold_logits = logits.gather(1, gold[part, None].clamp_min(0)).squeeze(1)
+            entropy[part] = (log_z[part] - gold_logits).masked_fill(gold[part] < 0, 0)
+        ctx.save_for_backward(draft_logits, target_probs, gold, log_z)
+        ctx.mark_non_differentiable(best_ids)
+        return entropy, distance, best_ids
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_entropy: torch.Tensor, of_distance: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        """d -log q(x*) / d logits = q - [v = x*]; d |q - p|_1 / d logits = q (s - sum_v q s), s the sign of q - p."""
+        draft_logits, target_probs, gold, log_z = ctx.saved_tensors
+        gradient = torch.empty_like(draft_logits)
+        of_entropy = of_entropy.masked_fill(gold < 0, 0)
+        for part in _few_positions(draft_logits):
+            draft_probs = (draft_logits[part] - log_z[part, None]).exp_()
+            signs = (draft_probs - target_probs[part]).sign_()
+            mean_sign = (draft_probs * signs).sum(dim=-1)
+            shift = of_entropy[part] - of_distance[part] * mean_sign
+            torch.mul(signs.mul_(of_distance[part, None]).add_(shift[:, None]), draft_probs, out=gradient[part])
+            gradient[part].scatter_add_(1, gold[part, None].clamp_min(0), -of_entropy[part, None])
+        return gradient, None, None
+
+
+def _few_positions(logits: torch.Tensor) -> list[slice]:
+    """Slices of positions `(S,)` whose logits fit in a CPU's cache; one slice elsewhere."""
+    size = max(1, CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return [slice(first, first + size) for first in range(0, len(logits), size)]
 
 
 def position_losses(
@@ -243,18 +297,14 @@ def position_losses(
             f"Expected draft logits of shape {tuple(labels.probs.shape)}, got {tuple(draft_logits.shape)}. The heads of "
             "drafter and target must give one logit for each token of the draft vocabulary."
         )
-    log_probs = draft_logits.log_softmax(dim=-1)
-    distance = total_variation(log_probs.exp(), labels.probs)
+    gold = target_ids if draft_ids is None else draft_ids[target_ids]
+    entropy, distance, best_ids = VocabularyTerms.apply(draft_logits, labels.probs, gold)
     acceptance_rate = (1 - distance.detach() / 2).clamp(0, 1)
     if confidence_logits is None:
         confidence = torch.zeros_like(acceptance_rate)
     else:
         confidence = F.binary_cross_entropy_with_logits(confidence_logits, acceptance_rate, reduction="none")
-    gold = target_ids if draft_ids is None else draft_ids[target_ids]
-    entropy = F.nll_loss(log_probs, gold, ignore_index=-1, reduction="none")
-    matches = draft_logits.detach().argmax(dim=-1) == (
-        labels.best_ids if draft_ids is None else draft_ids[labels.best_ids]
-    )
+    matches = best_ids == (labels.best_ids if draft_ids is None else draft_ids[labels.best_ids])
     return PositionLosses(entropy, distance, confidence, acceptance_rate, matches)
 
 
@@ -341,8 +391,9 @@ def _chunk_terms(
     draft = teacher_forced_draft(
         drafter, hidden_states, previous_ids, head.module if drafter.lm_head is None else None
     )
+    rows = supervised.flatten().nonzero().squeeze(1)  # index_select has a faster backward than a mask
     return position_losses(
-        draft.logits[supervised],
+        draft.logits.flatten(0, 1).index_select(0, rows),
         None if draft.confidence_logits is None else draft.confidence_logits[supervised],
         aligned_soft_labels(features, head, label_tokens[supervised]),
         target_ids[supervised],

@@ -37,7 +37,9 @@ class TargetHead:
         They are what the target computes in its own dtype, also where the drafter trains under autocast.
         """
         with torch.autocast(last_hidden_states.device.type, enabled=False):
-            logits = self.module(last_hidden_states.to(self.dtype)).float() * self.scale
+            logits = self.module(last_hidden_states.to(self.dtype)).float()
+        if self.scale != 1:
+            logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
