@@ -10,6 +10,7 @@ Packed weights are kept as long as their layer, and take as much memory as the w
 
 import contextlib
 import functools
+import types
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import nn
 MOST_ROWS = 32
 """Packing in advance gains up to here."""
 MEMORY_SHARE = 0.5
-"""Nothing is packed unless the packed weights fit into this share of the memory that is free."""
+"""Nothing is packed unless the packed weights fit into this share of the memory that the system calls available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,11 @@ class PackedWeight:
 
     Args:
         weight (`torch.Tensor`): Opaque.
-        check (`torch.FloatTensor` of shape `(out,)`): The weight's product with [`_probe`].
+        fingerprint (`tuple[torch.Tensor, torch.Tensor]`): What [`_fingerprint`] said of the layer's weight.
     """
 
     weight: torch.Tensor
-    check: torch.Tensor
+    fingerprint: tuple[torch.Tensor, torch.Tensor]
 
 
 _packed: weakref.WeakKeyDictionary[nn.Module, PackedWeight] = weakref.WeakKeyDictionary()
@@ -53,7 +54,14 @@ def narrow_linears(*models: nn.Module) -> Iterator[None]:
         models (`nn.Module`): Models that only run inference, and whose weights do not change inside the block. Layers whose
             forward somebody else has replaced, quantised ones, and those that are not float32 on a CPU stay as they are.
     """
-    changed: list[Any] = [module for model in models for module in model.modules() if can_pack(module)]
+    modules = [module for model in models for module in model.modules()]
+    for module in modules:
+        forward = module.__dict__.get("forward")
+        if isinstance(
+            forward, NarrowLinear
+        ):  # of a call that is not over yet, before which the weight may have changed
+            forward.packed = None
+    changed: list[Any] = [module for module in modules if can_pack(module)] if _packs() else []
     if _fit_in_memory(changed):
         for module in changed:
             module.forward = NarrowLinear(module)
@@ -81,9 +89,16 @@ def can_pack(module: nn.Module) -> bool:
         and module.weight.dtype == torch.float32
         and module.weight.is_contiguous()
         and module.weight.numel() > 0
-        and torch.backends.mkl.is_available()
         and "forward" not in module.__dict__
     )
+
+
+def _packs() -> bool:
+    """Whether torch has MKL's packed products, and its own float32 products are as exact as these."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    precision = getattr(matmul, "fp32_precision", None) or torch.get_float32_matmul_precision()
+    exact = precision not in ("bf16", "tf32", "medium")
+    return exact and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
 
 class NarrowLinear:
@@ -95,33 +110,43 @@ class NarrowLinear:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """`inputs` `(..., in)` to `(..., out)`."""
-        weight, bias = self.module.weight, self.module.bias
-        rows = inputs.numel() // inputs.shape[-1]
-        if not 1 < rows <= MOST_ROWS or inputs.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-            return F.linear(inputs, weight, bias)
+        module, rows = self.module, inputs.numel() // max(1, inputs.shape[-1])
+        fits = 1 < rows <= MOST_ROWS and inputs.shape[-1] == module.in_features and inputs.dtype == torch.float32
+        if not fits or torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
+            return F.linear(inputs, module.weight, module.bias)
         if self.packed is None:
-            self.packed = packed_weight(self.module)
-        return torch.ops.mkl._mkl_linear(inputs, self.packed, weight, bias, rows)
+            self.packed = packed_weight(module)
+        return torch.ops.mkl._mkl_linear(inputs, self.packed, module.weight, module.bias, rows)
+
+    def __reduce__(self) -> Any:
+        """A copy of the layer that is made while a call runs outlives the call, so it gets a linear layer's own forward."""
+        return types.MethodType, (nn.Linear.forward, self.module)
 
 
 def packed_weight(module: nn.Linear) -> torch.Tensor:
-    """The packed weight of a layer, made again if the weight has changed in any way since.
-
-    Neither address nor version of a tensor tells that (`weight.data` may be written to), its product with random numbers
-    does: a change that this does not show is below the rounding of the layer's products.
-    """
-    check = F.linear(_probe(module.in_features), module.weight)
+    """The packed weight of a layer, made again if the weight has changed since."""
+    fingerprint = _fingerprint(module.weight)
     known = _packed.get(module)
-    if known is None or not torch.equal(known.check, check):
-        known = PackedWeight(torch.ops.mkl._mkl_reorder_linear_weight(module.weight, MOST_ROWS), check)
-        _packed[module] = known
+    if known is None or not all(map(torch.equal, known.fingerprint, fingerprint)):
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(module.weight.detach(), MOST_ROWS)
+        known = _packed[module] = PackedWeight(packed, fingerprint)
     return known.weight
+
+
+def _fingerprint(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What tells a changed weight `(out, in)`: sums of its bits, modulo 2^32, and its product with random numbers, `(out,)` each.
+
+    Address and version of a tensor do not: `weight.data` may be written to. The sums notice every change of one entry, the
+    product those that only change the order, or many entries at once.
+    """
+    bits = weight.detach().view(torch.int32).sum(dim=1, dtype=torch.int32)
+    return bits, F.linear(_probe(weight.shape[1]), weight.detach())
 
 
 @functools.cache
 def _probe(size: int) -> torch.Tensor:
     """Random numbers `(size,)`, always the same."""
-    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+    return torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
 
 
 def _fit_in_memory(modules: list[nn.Linear]) -> bool:

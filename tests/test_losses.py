@@ -323,6 +323,11 @@ def test_a_batch_in_parts_adds_up_to_the_whole(target):
         close(getattr(added, name), getattr(whole.metrics, name), **LOSS_TOLERANCE)
 
 
+def test_devices_without_that_cache_take_all_positions_at_once():
+    assert losses_module._few_positions(torch.empty(5, 2**20, device="meta")) == [slice(0, 5)]
+    assert losses_module._few_positions(torch.empty(0, 5, device="meta")) == []
+
+
 def test_a_perfect_drafter_loses_nothing_but_the_entropy():
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0))
     terms = position_losses(logits, None, soft_labels(logits), logits.argmax(dim=-1))

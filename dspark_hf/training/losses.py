@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
@@ -244,6 +245,7 @@ class VocabularyTerms(torch.autograd.Function):
         return entropy, distance, best_ids
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, of_entropy: torch.Tensor, of_distance: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor, None, None]:
@@ -263,7 +265,7 @@ class VocabularyTerms(torch.autograd.Function):
 
 def _few_positions(logits: torch.Tensor) -> list[slice]:
     """Slices of positions `(S,)` whose logits fit in a CPU's cache; one slice elsewhere."""
-    size = max(1, CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    size = max(1, CACHED_LOGITS // logits.shape[1] if logits.device.type == "cpu" else len(logits))
     return [slice(first, first + size) for first in range(0, len(logits), size)]
 
 
