@@ -1,7 +1,7 @@
 """Linear layers on a few rows, from weights that were packed before.
 
 A CPU's matrix library packs a weight before it multiplies several rows with it, which costs more than the product when the rows
-are few: on two AVX2 cores the linear layers of SmolLM2-135M took 24 ms for one row, 50 ms for 2 to 8, and 27 to 37 ms
+are few: on two AVX2 cores the linear layers of SmolLM2-135M took 24 ms for one row, 50 ms for 2 to 8, and 27 to 32 ms
 with weights packed in advance (docs/log.md). Verifications and drafts are such products. The numbers are equal up to
 float32 rounding, as those of forwards of different widths are anyway.
 
@@ -57,10 +57,8 @@ def narrow_linears(*models: nn.Module) -> Iterator[None]:
     modules = [module for model in models for module in model.modules()]
     for module in modules:
         forward = module.__dict__.get("forward")
-        if isinstance(
-            forward, NarrowLinear
-        ):  # of a call that is not over yet, before which the weight may have changed
-            forward.packed = None
+        if isinstance(forward, NarrowLinear):
+            forward.packed = None  # of a call that is not over yet, after whose look the weight may have changed
     changed: list[Any] = [module for module in modules if can_pack(module)] if _packs() else []
     if _fit_in_memory(changed):
         for module in changed:
@@ -114,9 +112,10 @@ class NarrowLinear:
         fits = 1 < rows <= MOST_ROWS and inputs.shape[-1] == module.in_features and inputs.dtype == torch.float32
         if not fits or torch.is_autocast_enabled("cpu") or torch.is_grad_enabled():
             return F.linear(inputs, module.weight, module.bias)
-        if self.packed is None:
-            self.packed = packed_weight(module)
-        return torch.ops.mkl._mkl_linear(inputs, self.packed, module.weight, module.bias, rows)
+        packed = self.packed
+        if packed is None:
+            packed = self.packed = packed_weight(module)
+        return torch.ops.mkl._mkl_linear(inputs, packed, module.weight, module.bias, rows)
 
     def __reduce__(self) -> Any:
         """A copy of the layer that is made while a call runs outlives the call, so it gets a linear layer's own forward."""
