@@ -15,6 +15,17 @@ MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 EMBEDDING, FINAL_NORM = -1, -2
 """Taps that are no layer's output: the input of layer 0, and what the final norm makes of the last layer's."""
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "block_size",
+)
 
 
 class DSparkConfig(PreTrainedConfig):
@@ -132,6 +143,7 @@ class DSparkConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_sizes()
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if self.target_hidden_size is None:
@@ -151,10 +163,17 @@ class DSparkConfig(PreTrainedConfig):
         self._check_layers()
         super().__post_init__(**kwargs)
 
+    def _check_sizes(self) -> None:
+        """Raise `ValueError` for a size that counts nothing."""
+        for name in SIZES:
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            _check(whole and value > 0, f"`{name}` must be a positive whole number, got {value!r}.")
+
     def _check_task(self) -> None:
         """Raise `ValueError` for a block, taps or heads that no drafter can have."""
         _check(
-            1 <= self.block_size <= self.max_position_embeddings,
+            self.block_size <= self.max_position_embeddings,
             f"`block_size` must lie in [1, max_position_embeddings = {self.max_position_embeddings}], "
             f"got {self.block_size}.",
         )

@@ -117,8 +117,10 @@ def test_taps_are_distinct_rise_and_leave_out_the_last_layer(count):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"block_size": 0}, r"`block_size` must lie in \[1, max_position_embeddings = 32768\], got 0"),
-        ({"block_size": -1}, "`block_size` must lie in"),
+        ({"block_size": 0}, "`block_size` must be a positive whole number, got 0"),
+        ({"block_size": 4.5}, "`block_size` must be a positive whole number, got 4.5"),
+        ({"num_hidden_layers": True}, "`num_hidden_layers` must be a positive whole number, got True"),
+        ({"vocab_size": "49152"}, "`vocab_size` must be a positive whole number, got '49152'"),
         ({"block_size": 65, "max_position_embeddings": 64}, r"max_position_embeddings = 64\], got 65"),
         ({"target_layer_ids": [1, 12]}, r"in \[-1, 11\] of the target .* got \[1, 12\]"),
         ({"target_layer_ids": [-3]}, r"got \[-3\]"),
@@ -245,5 +247,5 @@ def test_impossible_values_in_a_file_are_refused(tmp_path):
     DSparkConfig().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"block_size": 0}))
-    with pytest.raises(ValueError, match="`block_size` must lie in"):
+    with pytest.raises(ValueError, match="`block_size` must be a positive"):
         DSparkConfig.from_pretrained(tmp_path)
