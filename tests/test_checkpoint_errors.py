@@ -169,7 +169,7 @@ def test_a_field_that_contradicts_the_weights_is_refused(checkpoint, name):
     ("fields", "message"),
     [
         ({"target_layer_ids": [0, 2, 6]}, r"layers in \[-1, 5\] of the target"),
-        ({"block_size": 0}, "`block_size` must lie in"),
+        ({"block_size": 0}, "`block_size` must be a positive whole number"),
         ({"mask_token_id": 128}, "`mask_token_id` must lie in"),
     ],
 )
