@@ -56,8 +56,7 @@ class SlotLayer(CacheLayerMixin):
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
         # Not scatter_: on the CPU it converts the whole buffer there and back unless that is float32.
-        slots = self.cache.slots.to(key_states.device)
-        rows = torch.arange(len(key_states), device=key_states.device)[:, None]
+        rows, slots = self.cache.rows.to(key_states.device), self.cache.slots.to(key_states.device)
         self.keys[rows, :, slots] = key_states.transpose(1, 2)
         self.values[rows, :, slots] = value_states.transpose(1, 2)
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
@@ -108,6 +107,7 @@ class SlotCache(Cache):
         self.capacity = 0
         self.used = 0
         self.slots = torch.zeros(0, dtype=torch.long)
+        self.rows = torch.zeros(0, 1, dtype=torch.long)
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
 
     @property
@@ -124,6 +124,7 @@ class SlotCache(Cache):
         """Set where the next forward writes, `slots` `(B, N)`, and that attention reads slots 0 to `used` - 1."""
         self.reserve(used)
         self.slots, self.used = slots, used
+        self.rows = torch.arange(len(slots), device=slots.device)[:, None]  # once for all layers
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots and the bin, in whole buckets and at least half as much again."""
