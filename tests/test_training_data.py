@@ -97,13 +97,17 @@ def run(folder, *more):
     return run_data(parser.parse_args([*always, *map(str, more)]))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
-def test_greedy_responses_are_what_the_target_alone_writes(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "count", "num_rows"),
+    [("llama", 7, 3), ("gpt2", 7, 3), ("gemma2", 7, 3), ("mistral", 7, 3), ("llama", 21, 17), ("gemma2", 21, 17)],
+)
+def test_greedy_responses_are_what_the_target_alone_writes(family, count, num_rows, tmp_path):
     target = make_target(family)
-    own = random_prompts(7)
-    write_samples(target, own, tmp_path / "a.jsonl", GREEDY, num_rows=3)
+    own = random_prompts(count)
+    assert len({len(prompt.ids) for prompt in own}) > 2  # those that are read together are padded
+    write_samples(target, own, tmp_path / "a.jsonl", GREEDY, num_rows=num_rows)
     samples = read(tmp_path / "a.jsonl")
-    assert [sample["index"] for sample in samples] == list(range(7))
+    assert [sample["index"] for sample in samples] == list(range(count))
     for prompt, sample in zip(own, samples, strict=True):
         ids = torch.tensor([prompt.ids.tolist()])
         alone = target.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :].tolist()
@@ -383,7 +387,9 @@ def test_turns_are_filtered(tmp_path):
 
 def test_the_target_writes_both_turns(folder, tmp_path):
     output = tmp_path / "new" / "s.jsonl"
-    counts = run(folder, "--self-instruct", "--num-prompts", 24, "--output", output, "--min-response-tokens", 1)
+    counts = run(
+        folder, "--self-instruct", "--num-prompts", 24, "--seed", 1, "--output", output, "--min-response-tokens", 1
+    )
     turns, samples = read(output.with_name("s.turns.jsonl")), read(output)
     assert len(turns) == 24
     assert {turn["temperature"] for turn in turns} == {1.0}

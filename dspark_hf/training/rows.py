@@ -4,13 +4,14 @@ A row's text does not depend on the rows beside it: a greedy response is what `t
 alone, a sampled one is drawn with random numbers of its own.
 """
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LogitsProcessorList
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from dspark_hf.caches import SlotCache
 from dspark_hf.host import TargetModel, cache_argument
@@ -75,18 +76,21 @@ class Rows:
         self.settings = settings
         self.rows: list[Row | None] = [None] * num_rows
         self.cache = SlotCache(target.config.get_text_config(decoder=True).num_hidden_layers)
-        self.warpers: Any = LogitsProcessorList()
-        if settings.top_k:
-            self.warpers.append(TopKLogitsWarper(settings.top_k))
-        if settings.top_p < 1:
-            self.warpers.append(TopPLogitsWarper(settings.top_p))
+        self.warpers: Any = LogitsProcessorList([TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else [])
 
     def fill(self, waiting: Iterator[Prompt]) -> bool:
-        """Give empty rows to waiting prompts; return whether there is anything to write."""
-        for place, row in enumerate(self.rows):
-            prompt = next(waiting, None) if row is None else None
-            if prompt is not None:
-                self._prefill(place, prompt)
+        """Give empty rows to waiting prompts once an eighth of the rows is empty; return whether there is anything to write.
+
+        A forward over several prompts takes little longer than one over a single prompt.
+        """
+        empty = [place for place, row in enumerate(self.rows) if row is None]
+        at_once = -(-len(self.rows) // 8)
+        while len(empty) >= at_once:
+            prompts = list(itertools.islice(waiting, at_once))
+            if not prompts:
+                break
+            self._prefill(empty[: len(prompts)], prompts)
+            del empty[: len(prompts)]
         live = [place for place, row in enumerate(self.rows) if row is not None]
         if 0 < 2 * len(live) <= len(self.rows):  # nobody waits any more: stop computing the empty rows
             self.rows = [self.rows[place] for place in live]
@@ -115,21 +119,26 @@ class Rows:
         return finished
 
     @torch.no_grad()
-    def _prefill(self, place: int, prompt: Prompt) -> None:
-        """Bring all but the last token of a prompt, which the next step reads, into the slots of a row."""
-        ids, length = prompt.ids[:-1].tolist(), len(prompt.ids) - 1
-        self.rows[place] = Row(prompt, self.settings)
-        self.cache.reserve(length + self.settings.max_new_tokens)
-        if not ids:
+    def _prefill(self, places: list[int], prompts: list[Prompt]) -> None:
+        """Bring all but the last token of prompts, which the next step reads, into the slots of rows."""
+        lengths = [len(prompt.ids) - 1 for prompt in prompts]
+        for place, prompt in zip(places, prompts, strict=True):
+            self.rows[place] = Row(prompt, self.settings)
+        longest = max(lengths)
+        self.cache.reserve(longest + self.settings.max_new_tokens)
+        if not longest:
             return
+        # Padding comes last, where no token of the prompt sees it, and each slot is written again before a mask shows it.
+        ids = [prompt.ids[:-1].tolist() + [0] * (longest - n) for prompt, n in zip(prompts, lengths, strict=True)]
         own: Any = DynamicCache()
-        self.target(upload(ids, self.target.device)[None], logits_to_keep=1, **{cache_argument(): own})
+        self.target(upload(ids, self.target.device), logits_to_keep=1, **{cache_argument(): own})
         for mine, theirs in zip(self.cache.layers, own.layers, strict=True):
             if mine.keys is None:
                 rows = (len(self.rows), -1, -1, -1)
-                mine.lazy_initialization(theirs.keys.expand(rows), theirs.values.expand(rows))
-            mine.keys[place, :, :length] = theirs.keys[0]
-            mine.values[place, :, :length] = theirs.values[0]
+                mine.lazy_initialization(theirs.keys[:1].expand(rows), theirs.values[:1].expand(rows))
+            for source, place in enumerate(places):
+                mine.keys[place, :, :longest] = theirs.keys[source]
+                mine.values[place, :, :longest] = theirs.values[source]
 
     def _choose(self, logits: torch.Tensor) -> list[int]:
         """The next token of every row: the most likely one, or a draw with the row's own random numbers."""
@@ -142,8 +151,11 @@ class Rows:
                 [[row.random.random()] for row in sampled], dtype=torch.double, device=logits.device
             )
             of_rows = upload(places, logits.device)
-            scores = self.warpers(None, logits[of_rows] / temperatures)
-            chosen[of_rows] = _invert(scores.softmax(dim=-1), numbers)
+            candidates, ids = logits[of_rows].float(), None
+            if self.settings.top_k:
+                candidates, ids = candidates.topk(min(self.settings.top_k, candidates.shape[-1]))
+            drawn = _invert(self.warpers(None, candidates / temperatures).softmax(dim=-1), numbers)  # (R, 1)
+            chosen[of_rows] = (drawn if ids is None else ids.gather(1, drawn)).squeeze(1)
         return chosen.tolist()  # the step's host sync
 
 
@@ -153,7 +165,7 @@ def _invert(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     Inverting the cumulative sums takes one number a row, and never gives an entry of probability 0.
     """
     sums = probs.cumsum(dim=-1, dtype=torch.double)
-    return torch.searchsorted(sums, numbers * sums[:, -1:], right=True).squeeze(1)
+    return torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
 
 
 def _is_loop(ids: list[int]) -> bool:
