@@ -23,11 +23,20 @@ class BorrowedHead(nn.Linear):
     """The rows of the target's head for the tokens that a reduced vocabulary keeps."""
 
     def __init__(self, head: Any, kept: torch.Tensor | slice):
-        bias, weight = getattr(head, "bias", None), head.weight[kept]
-        super().__init__(weight.shape[1], len(weight), bias=bias is not None, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            self.bias = nn.Parameter(bias[kept], requires_grad=False)
+        weight = head.weight[kept]
+        super().__init__(weight.shape[1], len(weight), bias=getattr(head, "bias", None) is not None, device="meta")
+        self.take(head, kept)
+
+    @torch.no_grad()
+    @torch.inference_mode(False)  # what is made in that mode cannot be written to outside
+    def take(self, head: Any, kept: torch.Tensor | slice) -> None:
+        """Bring the rows up to date, where they can be in the memory they have."""
+        for name, own in list(self.named_parameters()):
+            lent = getattr(head, name).detach()
+            if isinstance(kept, torch.Tensor) and (own.device, own.dtype) == (lent.device, lent.dtype):
+                torch.index_select(lent, 0, kept, out=own.data)
+            else:
+                setattr(self, name, nn.Parameter(lent[kept], requires_grad=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +224,18 @@ def _borrowed_rows(drafter: DSparkDraftModel, target: TargetModel) -> torch.Tens
 
 
 def _borrow_head(drafter: DSparkDraftModel, target: TargetModel) -> nn.Module:
-    """The target's head, or its rows for a reduced vocabulary."""
-    head = target.get_output_embeddings()
+    """The target's head, or its rows for a reduced vocabulary, in memory that is kept for the next call."""
+    head: Any = target.get_output_embeddings()
     kept = _borrowed_rows(drafter, target)
-    return head if kept is None else BorrowedHead(head, kept)
+    if kept is None:
+        return head
+    of_head = _borrowed.setdefault(head, weakref.WeakKeyDictionary())
+    if drafter in of_head:
+        of_head[drafter].take(head, kept)
+    else:
+        of_head[drafter] = BorrowedHead(head, kept)
+    return of_head[drafter]
+
+
+_borrowed: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[DSparkDraftModel, BorrowedHead]]
+_borrowed = weakref.WeakKeyDictionary()

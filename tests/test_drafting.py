@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import left_padded, make_drafter, make_target
 
-from dspark_hf.drafting import Drafting, check_lending
+from dspark_hf.drafting import BorrowedHead, Drafting, _borrow_head, check_lending
 
 
 def owning_drafter(target, same: bool):
@@ -69,6 +69,29 @@ def test_float8_passes_for_no_plain_weight():
     target.lm_head.weight = torch.nn.Parameter(torch.zeros(64, 32).to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(NotImplementedError, match="quantised head"):
         check_lending(make_drafter(target, draft_vocab_size=8), target)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_borrowed_rows_follow_the_head_in_memory_that_is_kept(bias):
+    target = make_target()
+    if bias:
+        target.lm_head = torch.nn.Linear(target.config.hidden_size, 64)
+    drafter = make_drafter(target, draft_vocab_size=8)
+    with torch.inference_mode():
+        head = _borrow_head(drafter, target)
+    memory = head.weight.data_ptr()
+    for _ in range(2):
+        target.lm_head.weight.data.normal_()
+        if bias:
+            target.lm_head.bias.data.normal_()
+        assert _borrow_head(drafter, target) is head
+        assert torch.equal(head.weight, target.lm_head.weight[drafter.kept_token_ids])
+        assert not bias or torch.equal(head.bias, target.lm_head.bias[drafter.kept_token_ids])
+        assert head.weight.data_ptr() == memory
+    target.to(torch.bfloat16)
+    assert _borrow_head(drafter, target).weight.dtype == torch.bfloat16
+    assert _borrow_head(make_drafter(target, draft_vocab_size=8), target) is not head
+    assert isinstance(head, BorrowedHead)
 
 
 def test_all_but_the_padding_of_a_head_is_lent_without_a_copy():

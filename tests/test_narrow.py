@@ -9,6 +9,7 @@ from conftest import FAMILIES, left_padded, make_drafter, make_target
 from torch import nn
 
 from dspark_hf import narrow
+from dspark_hf.drafting import _borrow_head
 from dspark_hf.passes import time_passes
 
 
@@ -195,11 +196,15 @@ def test_other_layers_and_other_libraries_are_left_alone(monkeypatch):
         assert "forward" not in layer.__dict__
 
 
-def test_the_passes_that_are_timed_use_packed_weights():
+@pytest.mark.parametrize("kept", [None, 40])
+def test_the_passes_that_are_timed_use_packed_weights(kept):
     target = make_target("llama")
-    drafter = make_drafter(target)
+    drafter = make_drafter(target, **({} if kept is None else {"draft_vocab_size": kept}))
     time_passes(target, drafter, rows=1, context=8)
-    assert {target.lm_head, target.model.layers[0].mlp.up_proj, drafter.layers[0].mlp.up_proj} <= set(narrow._packed)
+    lent = _borrow_head(drafter, target)
+    assert (lent is target.lm_head) == (kept is None)
+    layers = {target.model.layers[0].mlp.up_proj, drafter.layers[0].mlp.up_proj}
+    assert {target.lm_head, lent, *layers} <= set(narrow._packed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
