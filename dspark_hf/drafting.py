@@ -23,20 +23,25 @@ class BorrowedHead(nn.Linear):
     """The rows of the target's head for the tokens that a reduced vocabulary keeps."""
 
     def __init__(self, head: Any, kept: torch.Tensor | slice):
-        weight = head.weight[kept]
-        super().__init__(weight.shape[1], len(weight), bias=getattr(head, "bias", None) is not None, device="meta")
+        size = kept.stop if isinstance(kept, slice) else len(kept)
+        super().__init__(head.weight.shape[1], size, bias=False, device="meta")
         self.take(head, kept)
 
-    @torch.no_grad()
     @torch.inference_mode(False)  # what is made in that mode cannot be written to outside
     def take(self, head: Any, kept: torch.Tensor | slice) -> None:
         """Bring the rows up to date, where they can be in the memory they have."""
-        for name, own in list(self.named_parameters()):
-            lent = getattr(head, name).detach()
-            if isinstance(kept, torch.Tensor) and (own.device, own.dtype) == (lent.device, lent.dtype):
-                torch.index_select(lent, 0, kept, out=own.data)
+        for name in ("weight", "bias"):
+            own, lent = getattr(self, name), getattr(head, name, None)
+            if lent is None:
+                setattr(self, name, None)
+            elif own is not None and isinstance(kept, torch.Tensor) and _is_like(own, lent):
+                torch.index_select(lent.detach(), 0, kept, out=own.data)
             else:
-                setattr(self, name, nn.Parameter(lent[kept], requires_grad=False))
+                setattr(self, name, nn.Parameter(lent.detach()[kept], requires_grad=False))
+
+
+def _is_like(own: torch.Tensor, lent: torch.Tensor) -> bool:
+    return (own.device, own.dtype) == (lent.device, lent.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +229,11 @@ def _borrowed_rows(drafter: DSparkDraftModel, target: TargetModel) -> torch.Tens
 
 
 def _borrow_head(drafter: DSparkDraftModel, target: TargetModel) -> nn.Module:
-    """The target's head, or its rows for a reduced vocabulary, in memory that is kept for the next call."""
+    """The target's head, or its rows for a reduced vocabulary. Copied rows stay in memory for the next call."""
     head: Any = target.get_output_embeddings()
     kept = _borrowed_rows(drafter, target)
-    if kept is None:
-        return head
+    if not isinstance(kept, torch.Tensor):
+        return head if kept is None else BorrowedHead(head, kept)
     of_head = _borrowed.setdefault(head, weakref.WeakKeyDictionary())
     if drafter in of_head:
         of_head[drafter].take(head, kept)

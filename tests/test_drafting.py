@@ -1,10 +1,12 @@
 """Weights that drafter and target have in common."""
 
+import gc
+
 import pytest
 import torch
 from conftest import left_padded, make_drafter, make_target
 
-from dspark_hf.drafting import BorrowedHead, Drafting, _borrow_head, check_lending
+from dspark_hf.drafting import BorrowedHead, Drafting, _borrow_head, _borrowed, check_lending
 
 
 def owning_drafter(target, same: bool):
@@ -88,10 +90,25 @@ def test_borrowed_rows_follow_the_head_in_memory_that_is_kept(bias):
         assert torch.equal(head.weight, target.lm_head.weight[drafter.kept_token_ids])
         assert not bias or torch.equal(head.bias, target.lm_head.bias[drafter.kept_token_ids])
         assert head.weight.data_ptr() == memory
+    target.lm_head.bias = None if bias else torch.nn.Parameter(torch.randn(64))
+    assert (_borrow_head(drafter, target).bias is None) == bias
     target.to(torch.bfloat16)
     assert _borrow_head(drafter, target).weight.dtype == torch.bfloat16
     assert _borrow_head(make_drafter(target, draft_vocab_size=8), target) is not head
     assert isinstance(head, BorrowedHead)
+    del drafter, target
+    gc.collect()
+    assert not _borrowed
+
+
+@pytest.mark.parametrize("kept", [slice(8), torch.arange(8)])
+def test_a_head_that_was_made_in_inference_mode_is_lent(kept):
+    with torch.inference_mode():
+        head = torch.nn.Linear(4, 16)
+    rows = BorrowedHead(head, kept)
+    rows.take(head, kept)
+    with torch.inference_mode():
+        assert torch.equal(rows(torch.ones(1, 4)), head(torch.ones(1, 4))[:, :8])
 
 
 def test_all_but_the_padding_of_a_head_is_lent_without_a_copy():

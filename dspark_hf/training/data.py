@@ -6,7 +6,7 @@
 Invariant: the file holds whole lines and no index twice, whatever ends the process, so the same command goes on where the
 last one stopped. Beside it a manifest says what it was made with, and another command is refused.
 
-Many rows are written at once, and a row that ends makes room for the next prompt at once. A greedy response is what
+Many rows are written at once, and rows that end make room for the next prompts. A greedy response is what
 `target.generate` gives for the prompt alone; a sampled one depends on the seed and the prompt's index, not on its row.
 """
 

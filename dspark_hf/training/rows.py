@@ -1,7 +1,7 @@
-"""Responses written many at once: a row that ends makes room for the next prompt.
+"""Responses written many at once: rows that end make room for the next prompts.
 
-A row's text does not depend on the rows beside it: a greedy response is what `target.generate` gives for the prompt
-alone, a sampled one is drawn with random numbers of its own.
+Up to kernel rounding a row's text does not depend on the rows beside it: a greedy response is what `target.generate` gives
+for the prompt alone, a sampled one is drawn with random numbers of its own.
 """
 
 import itertools
@@ -81,16 +81,14 @@ class Rows:
     def fill(self, waiting: Iterator[Prompt]) -> bool:
         """Give empty rows to waiting prompts once an eighth of the rows is empty; return whether there is anything to write.
 
-        A forward over several prompts takes little longer than one over a single prompt.
+        A forward over several prompts of like length takes little longer than one over a single prompt.
         """
         empty = [place for place, row in enumerate(self.rows) if row is None]
         at_once = -(-len(self.rows) // 8)
-        while len(empty) >= at_once:
-            prompts = list(itertools.islice(waiting, at_once))
-            if not prompts:
-                break
-            self._prefill(empty[: len(prompts)], prompts)
-            del empty[: len(prompts)]
+        if len(empty) >= at_once:
+            prompts = sorted(itertools.islice(waiting, len(empty)), key=lambda prompt: len(prompt.ids))
+            for group in _alike(prompts, at_once):
+                self._prefill([empty.pop(0) for _ in group], group)
         live = [place for place, row in enumerate(self.rows) if row is not None]
         if 0 < 2 * len(live) <= len(self.rows):  # nobody waits any more: stop computing the empty rows
             self.rows = [self.rows[place] for place in live]
@@ -151,12 +149,25 @@ class Rows:
                 [[row.random.random()] for row in sampled], dtype=torch.double, device=logits.device
             )
             of_rows = upload(places, logits.device)
-            candidates, ids = logits[of_rows].float(), None
+            candidates, ids = logits[of_rows], None
             if self.settings.top_k:
-                candidates, ids = candidates.topk(min(self.settings.top_k, candidates.shape[-1]))
+                ids = candidates.topk(min(self.settings.top_k, candidates.shape[-1])).indices.sort().values
+                candidates = candidates.gather(1, ids)
             drawn = _invert(self.warpers(None, candidates / temperatures).softmax(dim=-1), numbers)  # (R, 1)
             chosen[of_rows] = (drawn if ids is None else ids.gather(1, drawn)).squeeze(1)
         return chosen.tolist()  # the step's host sync
+
+
+def _alike(prompts: list[Prompt], most: int) -> Iterator[list[Prompt]]:
+    """Groups of prompts, given by length, of at most `most` each and none more than twice as long as another."""
+    group: list[Prompt] = []
+    for prompt in prompts:
+        if group and (len(group) == most or len(prompt.ids) > 2 * len(group[0].ids)):
+            yield group
+            group = []
+        group.append(prompt)
+    if group:
+        yield group
 
 
 def _invert(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
