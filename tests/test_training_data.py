@@ -116,6 +116,21 @@ def test_greedy_responses_are_what_the_target_alone_writes(family, count, num_ro
         assert sample["finish"] == ("end" if alone[-1] == EOS else "length")
 
 
+def test_every_row_is_filled_and_only_prompts_of_like_length_are_padded(target):
+    waiting = iter([Prompt(index, array("i", [FIRST_WORD] * length)) for index, length in enumerate([40, 9, 1] * 7)])
+    written = rows.Rows(target, 19, GREEDY)
+    assert written.fill(waiting)
+    assert all(row is not None for row in written.rows)
+    assert next(waiting).index == 19
+    prompts = [Prompt(index, array("i", [0] * length)) for index, length in enumerate([1, 2, 2, 3, 9, 18, 19])]
+    assert [[len(prompt.ids) for prompt in group] for group in rows._alike(prompts, 2)] == [
+        [1, 2],
+        [2, 3],
+        [9, 18],
+        [19],
+    ]
+
+
 def test_a_sample_depends_on_seed_and_index_and_not_on_its_row(target, tmp_path):
     own = random_prompts(9)
     write_samples(target, own, tmp_path / "a", SETTINGS, num_rows=1)
