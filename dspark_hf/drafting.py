@@ -34,14 +34,12 @@ class BorrowedHead(nn.Linear):
             own, lent = getattr(self, name), getattr(head, name, None)
             if lent is None:
                 setattr(self, name, None)
-            elif own is not None and isinstance(kept, torch.Tensor) and _is_like(own, lent):
+                continue
+            alike = own is not None and (own.device, own.dtype) == (lent.device, lent.dtype)
+            if alike and isinstance(kept, torch.Tensor):
                 torch.index_select(lent.detach(), 0, kept, out=own.data)
             else:
                 setattr(self, name, nn.Parameter(lent.detach()[kept], requires_grad=False))
-
-
-def _is_like(own: torch.Tensor, lent: torch.Tensor) -> bool:
-    return (own.device, own.dtype) == (lent.device, lent.dtype)
 
 
 @dataclass(frozen=True, slots=True)

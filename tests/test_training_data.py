@@ -97,10 +97,8 @@ def run(folder, *more):
     return run_data(parser.parse_args([*always, *map(str, more)]))
 
 
-@pytest.mark.parametrize(
-    ("family", "count", "num_rows"),
-    [("llama", 7, 3), ("gpt2", 7, 3), *((family, 21, 17) for family in ("llama", "gpt2", "gemma2", "mistral"))],
-)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
+@pytest.mark.parametrize(("count", "num_rows"), [(7, 3), (21, 17)])
 def test_greedy_responses_are_what_the_target_alone_writes(family, count, num_rows, tmp_path):
     target = make_target(family)
     own = random_prompts(count)

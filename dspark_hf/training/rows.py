@@ -128,15 +128,16 @@ class Rows:
             return
         # Padding comes last, where no token of the prompt sees it, and each slot is written again before a mask shows it.
         ids = [prompt.ids[:-1].tolist() + [0] * (longest - n) for prompt, n in zip(prompts, lengths, strict=True)]
+        of_rows = upload(places, self.target.device)
         own: Any = DynamicCache()
         self.target(upload(ids, self.target.device), logits_to_keep=1, **{cache_argument(): own})
         for mine, theirs in zip(self.cache.layers, own.layers, strict=True):
             if mine.keys is None:
                 rows = (len(self.rows), -1, -1, -1)
                 mine.lazy_initialization(theirs.keys[:1].expand(rows), theirs.values[:1].expand(rows))
-            for source, place in enumerate(places):
-                mine.keys[place, :, :longest] = theirs.keys[source]
-                mine.values[place, :, :longest] = theirs.values[source]
+            chosen = of_rows.to(theirs.keys.device)
+            mine.keys[chosen, :, :longest] = theirs.keys
+            mine.values[chosen, :, :longest] = theirs.values
 
     def _choose(self, logits: torch.Tensor) -> list[int]:
         """The next token of every row: the most likely one, or a draw with the row's own random numbers."""
