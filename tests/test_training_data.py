@@ -15,6 +15,8 @@ from array import array
 import pytest
 import torch
 from conftest import EOS, VOCAB, make_target
+from test_hybrid_targets import make_hybrid
+from test_more_targets import FAMILIES, build
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -112,6 +114,24 @@ def test_greedy_responses_are_what_the_target_alone_writes(family, count, num_ro
         assert sample["prompt_ids"] == prompt.ids.tolist()
         assert sample["response_ids"] == alone
         assert sample["finish"] == ("end" if alone[-1] == EOS else "length")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_responses_of_other_families_are_what_they_write_alone(family, tmp_path):
+    target = build(family)
+    target.generation_config.eos_token_id = EOS
+    own = random_prompts(5)
+    write_samples(target, own, tmp_path / "a.jsonl", dataclasses.replace(GREEDY, max_new_tokens=12), num_rows=3)
+    for prompt, sample in zip(own, read(tmp_path / "a.jsonl"), strict=True):
+        ids = torch.tensor([prompt.ids.tolist()])
+        alone = target.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert sample["response_ids"] == alone
+
+
+def test_a_target_with_recurrent_states_is_refused(tmp_path):
+    with pytest.raises(NotImplementedError, match=r"Qwen3_5ForCausalLM keeps recurrent states.*response_ids"):
+        write_samples(make_hybrid("qwen3_5"), random_prompts(2), tmp_path / "a.jsonl", GREEDY)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_row_is_filled_and_only_prompts_of_like_length_are_padded(target):
@@ -269,6 +289,50 @@ def test_a_file_made_with_other_settings_is_refused(target, tmp_path):
     with pytest.raises(ValueError, match=r"has no a\.jsonl\.manifest\.json"):
         write_samples(target, own, path, SETTINGS)
     assert [sample["index"] for sample in read(path)] == [0, 1, 2, 3]
+
+
+def test_a_finished_file_that_is_gone_or_shorter_is_written_again(target, tmp_path):
+    own, path = random_prompts(6), tmp_path / "a.jsonl"
+    first = write_samples(target, own, path, SETTINGS)
+    samples = read(path)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    assert write_samples(target, own, path, SETTINGS) == first
+    assert read(path) == samples
+    path.unlink()
+    assert write_samples(target, own, path, SETTINGS) == first
+    assert read(path) == samples
+
+
+def test_two_writers_of_one_file_and_a_repeated_index_are_refused(target, tmp_path):
+    own, path = random_prompts(3), tmp_path / "a.jsonl"
+    write_samples(target, own, path, SETTINGS)
+    file = SampleFile(path)
+    with pytest.raises(ValueError, match=r"a\.jsonl is being written by another process.*--shard"):
+        write_samples(target, own, path, SETTINGS)
+    file.close()
+    path.write_text(path.read_text() + path.read_text().splitlines(keepends=True)[1])
+    with pytest.raises(ValueError, match=r"a\.jsonl:4 repeats index"):
+        write_samples(target, own, path, SETTINGS)
+
+
+@pytest.mark.parametrize("more", [["--self-instruct", "--num-prompts", "60"], ["--prompts", "prompts.jsonl", "--raw"]])
+def test_shards_add_up_to_the_whole(folder, tmp_path, monkeypatch, more):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "w{i} w9"}}\n' for i in range(5, 14)))
+    more = [*more, "--min-response-tokens", "1"]
+    run(folder, *more, "--output", tmp_path / "whole.jsonl")
+    for shard in range(2):
+        run(folder, *more, "--output", tmp_path / f"{shard}.jsonl", "--shard", f"{shard}/2")
+    parts = [read(tmp_path / f"{shard}.jsonl") for shard in range(2)]
+    assert [{sample["index"] % 2 for sample in part} for part in parts] == [{0}, {1}]
+    assert sorted(parts[0] + parts[1], key=lambda sample: sample["index"]) == read(tmp_path / "whole.jsonl")
+
+
+@pytest.mark.parametrize("shard", ["2/2", "1", "-1/2", "a/b"])
+def test_a_shard_that_is_none_is_refused(folder, tmp_path, capsys, shard):
+    with pytest.raises(SystemExit):
+        run(folder, "--prompts", "p.jsonl", "--output", tmp_path / "a.jsonl", f"--shard={shard}")
+    assert "such as 0/2 and 1/2" in capsys.readouterr().err
 
 
 def test_a_line_of_another_kind_is_named(tmp_path):

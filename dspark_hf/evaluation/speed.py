@@ -103,8 +103,9 @@ class Measurement:
 
     @property
     def statistics(self) -> DecodingStatistics:
-        """Of the first run; greedy runs draft the same."""
-        return self.dspark[0].statistics
+        """Of all runs: a throughput policy need not draft the same in each."""
+        records = [record for run in self.dspark for record in run.statistics.records]
+        return DecodingStatistics(self.dspark[0].statistics.block_size, records)
 
     @property
     def plain_seconds(self) -> float:

@@ -9,8 +9,9 @@ train ...`.
 """
 
 import argparse
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,16 @@ from dspark_hf.host import TargetModel
 from dspark_hf.loading import check_dtype, load_target
 from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
+from dspark_hf.training.disk import writing
 from dspark_hf.training.features import FeatureCache
-from dspark_hf.training.samples import Sample, read_samples
+from dspark_hf.training.manifest import describe_target, refuse_other, write_manifest
+from dspark_hf.training.samples import Sample, check_vocabulary, digest, read_samples
 from dspark_hf.training.trainer import DraftDataset, DSparkTrainer, DSparkTrainingArguments
 from dspark_hf.training.warm_start import frequent_tokens, start_from_bigrams, unused_token
 
 
+MANIFEST = "run.json"
+"""Beside the checkpoints: what the run was begun with."""
 SMALL_BUDGET = {
     "num_hidden_layers": 2,
     "draft_vocab_size": 8192,
@@ -51,7 +56,7 @@ class DrafterArguments:
 
     Args:
         target (`str`): Folder or Hub name of the target.
-        data (`str`): Samples that the target wrote (`dspark-hf data`).
+        data (`list[str]`): Files of samples that the target wrote (`dspark-hf data`).
         output (`str`): Folder of the drafter and its checkpoints.
         output_dtype (`str`): dtype of the finished drafter; checkpoints are float32.
         start_from (`str`, *optional*): Drafter to go on from, with its shape.
@@ -66,7 +71,7 @@ class DrafterArguments:
     """
 
     target: str = field(metadata={"help": "Folder or Hub name of the target."})
-    data: str = field(metadata={"help": "Samples that the target wrote (dspark-hf data), JSON lines, .gz or not."})
+    data: list[str] = field(metadata={"help": "Files of samples that the target wrote (dspark-hf data), .gz or not."})
     output: str = field(metadata={"help": "Folder of the drafter and its checkpoints."})
     output_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the finished drafter."})
     start_from: str | None = field(default=None, metadata={"help": "Drafter to go on from, with its shape."})
@@ -88,17 +93,17 @@ def add_train_command(commands: Any, arguments: Sequence[str]) -> None:
     """Add the command to argparse's `commands`, which must make parsers of the type `HfArgumentParser`."""
     parser = commands.add_parser(
         "train",
+        allow_abbrev=False,  # `--small` would set the preset's flag and nothing else
         help="train a drafter on samples that its target wrote",
         dataclass_types=[DrafterArguments, DSparkTrainingArguments],
     )
     parser.add_argument("--small-budget", action="store_true", help="defaults for when there is only a CPU")
-    if "--small-budget" in arguments:
+    parser.set_defaults(run=run_train, eval_strategy="epoch")
+    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    if "--small-budget" in given:
         parser.set_defaults(**SMALL_BUDGET)
-        if any(argument.startswith(("--start-from", "--start_from", "--optim")) for argument in arguments):
-            parser.set_defaults(
-                muon_learning_rate=None
-            )  # a rate for new drafters, and only where no optimizer was chosen
-    parser.set_defaults(run=run_train)
+        if {"--start-from", "--optim"} & given:
+            parser.set_defaults(muon_learning_rate=None)  # a rate for new drafters where no optimizer was chosen
 
 
 def run_train(args: argparse.Namespace) -> None:
@@ -123,20 +128,31 @@ def train(arguments: DrafterArguments, training: DSparkTrainingArguments) -> DSp
         [`DSparkTrainer`]: After training.
 
     Raises:
-        ValueError: If the data are empty, too short or of another target, or too few to hold some out.
+        ValueError: If the data are empty, too short or of another target, or too few to hold some out, or if `output` holds a
+            run that was begun with other data or another drafter.
+        OSError: If a disk is full.
     """
     check_dtype(arguments.output_dtype)
     set_seed(training.seed)
+    output = Path(arguments.output)
+    checkpoint = last_checkpoint(output)
     target = load_target(arguments.target, arguments.dtype, training.device)
-    drafter = None if arguments.start_from is None else DSparkDraftModel.from_pretrained(arguments.start_from)
+    start = arguments.start_from if checkpoint is None else checkpoint
+    drafter = None if start is None else DSparkDraftModel.from_pretrained(start)
     block_size = arguments.block_size if drafter is None else drafter.config.block_size
-    samples = read_samples(arguments.data, arguments.max_length, block_size)
+    samples = [sample for path in arguments.data for sample in read_samples(path, arguments.max_length, block_size)]
+    check_vocabulary(samples, target.config.get_text_config(decoder=True).vocab_size)
     if not 0 < arguments.held_out < len(samples):
         raise ValueError(
             f"--held-out must lie in [1, {len(samples) - 1}], some of the {len(samples)} samples, got {arguments.held_out}."
         )
     held_out = range(0, len(samples), len(samples) // arguments.held_out)[: arguments.held_out]
     learnt = sorted(set(range(len(samples))) - set(held_out))
+    begun_with = describe_run(target, samples, arguments)
+    if checkpoint is not None:
+        manifest = output / MANIFEST
+        found = json.loads(manifest.read_text(encoding="utf-8")) if manifest.exists() else {}
+        refuse_other(output, found, begun_with, "Choose another --output; --start-from goes on from its drafter.")
     if drafter is None:
         drafter = new_drafter(target, [samples[index] for index in learnt], arguments)
     cache = None if arguments.feature_cache is None else FeatureCache(Path(arguments.feature_cache), samples)
@@ -147,29 +163,51 @@ def train(arguments: DrafterArguments, training: DSparkTrainingArguments) -> DSp
         train_dataset=DraftDataset(samples, learnt, cache),
         eval_dataset=DraftDataset(samples, held_out, cache),
     )
+    if checkpoint is None and trainer.is_world_process_zero():
+        write_manifest(output / MANIFEST, begun_with)
     if cache is not None:
         cache.fill(trainer.extractor, training.process_index, training.world_size)
         trainer.accelerator.wait_for_everyone()
-    _run(trainer, last_checkpoint(Path(arguments.output)))
+    _run(trainer, checkpoint)
     drafter.to(getattr(torch, arguments.output_dtype))
-    trainer.save_model()
-    trainer.save_state()
+    with writing(output, "run the same command again"):
+        trainer.save_model()
+        trainer.save_state()
     return trainer
+
+
+def describe_run(target: TargetModel, samples: Sequence[Sample], arguments: DrafterArguments) -> dict[str, Any]:
+    """What a run that goes on must have been begun with: target, samples, and the shape and start of the drafter."""
+    mine = {"output", "output_dtype", "feature_cache", "data", "target", "dtype"}
+    asked = {name: value for name, value in asdict(arguments).items() if name not in mine}
+    return {**describe_target(target), **asked, "samples": len(samples), "sha256_of_samples": digest(samples)}
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The last checkpoint of a run that is whole: `Trainer` writes its state last."""
-    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json") if _is_json(path)]
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
+
+
 def _run(trainer: DSparkTrainer, checkpoint: Path | None) -> None:
-    """Train from a checkpoint on; where its run had taken all its steps, only load it: `Trainer` would take one more."""
+    """Train from a checkpoint on; where its run had taken all its steps, only load what it ended with: `Trainer` would take
+    one more."""
     if checkpoint is not None:
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         if 0 < trainer.args.max_steps <= state.global_step:
-            trainer._load_from_checkpoint(str(checkpoint))
             trainer.state = state
+            if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                trainer._load_best_model()
+            else:
+                trainer._load_from_checkpoint(str(checkpoint))
             return
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 

@@ -3,8 +3,8 @@
     {"index": 17, "prompt_ids": [1, 4093, ...], "response_ids": [55, 103, ..., 2], "temperature": 0.8, "top_k": 0, "top_p": 1.0,
      "finish": "end"}
 
-Invariant: the file holds whole lines and no index twice, whatever ends the process, so the same command goes on where the
-last one stopped. Beside it a manifest says what it was made with, and another command is refused.
+Invariant: the file holds whole lines and no index twice, whatever ends the process, and only one process writes it, so the
+same command goes on where the last one stopped. Beside it a manifest says what it was made with, and another command is refused.
 
 Many rows are written at once, and rows that end make room for the next prompts. A greedy response is what
 `target.generate` gives for the prompt alone; a sampled one depends on the seed and the prompt's index, not on its row.
@@ -26,10 +26,18 @@ from transformers import AutoTokenizer
 
 from dspark_hf.host import TargetModel
 from dspark_hf.loading import load_target
+from dspark_hf.recurrent import has_recurrent_states
 from dspark_hf.training import self_instruct
+from dspark_hf.training.manifest import describe_target, refuse_other, write_manifest
 from dspark_hf.training.prompts import Prompt, Settings, digest, read_prompts
 from dspark_hf.training.rows import Rows
 from dspark_hf.verification import check_rotary_length, check_verifiable
+
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 class SampleFile:
@@ -37,8 +45,10 @@ class SampleFile:
     A file of samples that always ends with a whole line.
 
     Args:
-        path (`Path`): Where it is. A line that an earlier process did not finish is cut off; any other that is no sample
-            raises `ValueError`.
+        path (`Path`): Where it is. A line that an earlier process did not finish is cut off.
+
+    Raises:
+        ValueError: If another process writes it, or a line is no sample or repeats an index.
     """
 
     def __init__(self, path: Path):
@@ -48,6 +58,7 @@ class SampleFile:
         self.size = 0
         # Unbuffered, so that nothing of a line that failed is left to be written later.
         self.file = path.open("ab", buffering=0)
+        _lock(self.file)
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.endswith(b"\n"):
@@ -76,13 +87,29 @@ class SampleFile:
     def _count(self, line: bytes, name: str) -> None:
         try:
             sample = json.loads(line)
-            self.indices.add(sample["index"])
+            index = sample["index"]
             prompt, response = len(sample["prompt_ids"]), len(sample["response_ids"])
             counts = {"samples": 1, "prompt_tokens": prompt, "response_tokens": response, sample["finish"]: 1}
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{name} is no sample of this command. Choose another --output.") from error
+        if index in self.indices:
+            raise ValueError(f"{name} repeats index {index}. Choose another --output.")
+        self.indices.add(index)
         self.counts.update(counts)
         self.size += len(line)
+
+
+def _lock(file: Any) -> None:
+    """Refuse a file that another process writes, where the system can tell. Closing it unlocks it."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ValueError(
+            f"{file.name} is being written by another process. Several processes share the work with --shard and an --output each."
+        ) from error
 
 
 def _open_manifest(manifest: Path, samples: Path, made_with: dict[str, Any]) -> dict[str, Any]:
@@ -90,23 +117,15 @@ def _open_manifest(manifest: Path, samples: Path, made_with: dict[str, Any]) -> 
     if not manifest.exists():
         if samples.exists():
             raise ValueError(f"{samples} has no {manifest.name}, so nothing is added to it. Choose another --output.")
-        _write_manifest(manifest, made_with, complete=False)
+        write_manifest(manifest, _manifest(made_with, complete=False))
     content = json.loads(manifest.read_text(encoding="utf-8"))
-    old, new = content["made_with"], json.loads(json.dumps(made_with))
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    if names:
-        what = "; ".join(f"{name} was {old.get(name)}, is now {new.get(name)}" for name in names)
-        raise ValueError(f"{samples} was made with other settings: {what}. Choose another --output.")
+    refuse_other(samples, content["made_with"], made_with, "Choose another --output.")
     return content
 
 
-def _write_manifest(manifest: Path, made_with: dict[str, Any], **more: Any) -> None:
-    """Write or replace a manifest in one piece."""
+def _manifest(made_with: dict[str, Any], **more: Any) -> dict[str, Any]:
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    content = json.dumps({"made_with": made_with, "versions": versions, **more}, indent=1)
-    new = manifest.with_suffix(".new")
-    new.write_text(content + "\n", encoding="utf-8")
-    new.replace(manifest)
+    return {"made_with": made_with, "versions": versions, **more}
 
 
 def write_samples(
@@ -133,10 +152,11 @@ def write_samples(
 
     Raises:
         ValueError: If the file was made with other settings, no prompt is short enough, or no response long enough.
-        NotImplementedError: If DSpark cannot draft for the target.
+        NotImplementedError: If DSpark cannot draft for the target, or cannot write many of its texts at once.
         OSError: If writing fails; the file is whole then.
     """
     check_verifiable(target)
+    check_writes_in_slots(target)
     check_rotary_length(target, settings.max_length)
     if num_rows < 1:
         raise ValueError(f"Expected 1 row or more, got {num_rows}.")
@@ -146,18 +166,16 @@ def write_samples(
         raise ValueError(f"All {len(prompts)} prompts are longer than {room} tokens: raise --max-length.")
     path.parent.mkdir(parents=True, exist_ok=True)
     made_with = {
-        "target": target.config.name_or_path,
-        "revision": getattr(target.config, "_commit_hash", None),
-        "dtype": str(target.dtype),
+        **describe_target(target),
         **dataclasses.asdict(settings),
         "prompts": len(prompts),
         "prompts_sha256": digest(prompts),
     }
     manifest = path.with_name(f"{path.name}.manifest.json")
     written = _open_manifest(manifest, path, made_with)
-    if written["complete"]:
-        return Counter(written["counts"])
     with contextlib.closing(SampleFile(path)) as file:
+        if written["complete"] and written["counts"].get("samples") == file.counts["samples"]:
+            return Counter(written["counts"])
         waiting = [prompt for prompt in fitting if prompt.index not in file.indices]
         short = _respond(target, waiting, file, settings, num_rows)
         counts = file.counts + Counter(long_prompt=len(prompts) - len(fitting), short_response=short)
@@ -166,8 +184,19 @@ def write_samples(
             f"All {short} responses are shorter than {settings.min_response_tokens} tokens. Lower the minimum."
         )
     counts += dropped or Counter()
-    _write_manifest(manifest, made_with, complete=True, counts=counts)
+    write_manifest(manifest, _manifest(made_with, complete=True, counts=counts))
     return counts
+
+
+def check_writes_in_slots(target: TargetModel) -> None:
+    """Raise `NotImplementedError` if a target keeps recurrent states, which rows that end cannot hand on."""
+    config = target.config.get_text_config(decoder=True)
+    if getattr(target, "_is_stateful", False) or has_recurrent_states(config):
+        raise NotImplementedError(
+            f"{type(target).__name__} keeps recurrent states, so responses of different lengths cannot be written at once. Write "
+            'them with generate() or a serving engine, one JSON object {"prompt_ids": [...], "response_ids": [...]} a line: '
+            "dspark-hf train reads that."
+        )
 
 
 def _respond(target: TargetModel, prompts: list[Prompt], file: SampleFile, settings: Settings, num_rows: int) -> int:
@@ -201,6 +230,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target", required=True, help="folder or Hub name of the target")
     parser.add_argument("--output", required=True, type=Path, help="file of samples to write, or to go on with")
+    parser.add_argument(
+        "--shard", type=_shard, default=(0, 1), metavar="K/N", help="write every N-th response, from the K-th on"
+    )
     parser.add_argument("--num-prompts", type=int, help="turns to write, or prompts to read (default: all)")
     parser.add_argument("--split", default="train", help="split of the data set (default: train)")
     parser.add_argument("--raw", action="store_true", help="do not put the text of `prompt` into the chat template")
@@ -214,6 +246,14 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=64, help="responses written at once (default: 64)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's own), float32, bfloat16, ...")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """Parse `"0/2"`."""
+    first, _, step = text.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and int(first) < int(step)):
+        raise argparse.ArgumentTypeError(f"expected K/N with 0 <= K < N, such as 0/2 and 1/2, got {text!r}")
+    return int(first), int(step)
 
 
 def run_data(args: argparse.Namespace) -> Counter[str]:
@@ -241,8 +281,12 @@ def run_data(args: argparse.Namespace) -> Counter[str]:
         seed=args.seed,
     )
     dropped = None
-    if turn is not None:
+    first, step = args.shard
+    if turn is None:
+        prompts = prompts[first::step]
+    else:
         path = args.output.with_name(f"{args.output.stem}.turns.jsonl")
-        write_samples(target, turn.prompts(args.num_prompts, openings), path, turn.settings(settings), args.rows)
+        turns = turn.prompts(args.num_prompts, openings)[first::step]
+        write_samples(target, turns, path, turn.settings(settings), args.rows)
         prompts, dropped = self_instruct.keep_turns(tokenizer, turn, path)
     return write_samples(target, prompts, args.output, settings, args.rows, dropped)

@@ -31,9 +31,6 @@ class DraftMetrics:
     greedy_match: torch.Tensor
     greedy_prefix: torch.Tensor
 
-    def __add__(self, other: "DraftMetrics") -> "DraftMetrics":
-        return DraftMetrics(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
-
     def stacked(self) -> torch.Tensor:
         """The sums as one tensor `(5, K)`, in the order of the fields."""
         return torch.stack([getattr(self, field.name) for field in fields(self)])

@@ -8,11 +8,9 @@ The target's probability of any token is `exp(logit - log_normalizer)`, so with 
 the kept rows of the head alone, and the whole head was applied once.
 """
 
-import hashlib
 import json
-import logging
-import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,11 +24,11 @@ from tqdm import tqdm
 
 from dspark_hf.host import TargetModel
 from dspark_hf.taps import TapRecorder
-from dspark_hf.training.samples import Sample
+from dspark_hf.training.disk import writing
+from dspark_hf.training.manifest import describe_target, refuse_other, write_manifest
+from dspark_hf.training.samples import Sample, digest
 from dspark_hf.training.target_head import TargetHead, last_hidden_states
 
-
-logger = logging.getLogger(__name__)
 
 HEAD_CHUNK = 512
 """Positions that go through the target's head at once: a large vocabulary's logits take much memory."""
@@ -74,11 +72,6 @@ class TargetFeatures:
             masked[field.name] = values.masked_fill(~keep.view(-1, *[1] * (values.dim() - 1)), 0)
         return TargetFeatures(**masked)
 
-    def rounded(self) -> "TargetFeatures":
-        """Return the same with taps and hidden states in bfloat16."""
-        taps, hidden = self.taps.to(STORED_DTYPE), self.last_hidden_states.to(STORED_DTYPE)
-        return TargetFeatures(taps, hidden, self.log_normalizers, self.best_ids)
-
 
 class FeatureExtractor:
     r"""
@@ -95,17 +88,22 @@ class FeatureExtractor:
         self.head = TargetHead(target)
 
     @torch.no_grad()
-    def __call__(self, input_ids: torch.Tensor, labelled: torch.Tensor) -> TargetFeatures:
+    def __call__(
+        self, input_ids: torch.Tensor, labelled: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> TargetFeatures:
         r"""
         Args:
             input_ids (`torch.LongTensor` of shape `(B, T)`): Tokens, padded on the right.
             labelled (`torch.BoolTensor` of shape `(B, T)`): Columns whose next token may be supervised.
+            dtype (`torch.dtype`, *optional*): Round taps and hidden states to it, these before the head reads them, so that
+                labels made from them later still sum to 1. `None` means the target's.
 
         Returns:
             [`TargetFeatures`] of the batch.
         """
-        with TapRecorder(self.target, self.layer_ids, input_ids.device, self.target.dtype) as recorder:
-            hidden = last_hidden_states(self.target, input_ids)
+        dtype = self.target.dtype if dtype is None else dtype
+        with TapRecorder(self.target, self.layer_ids, input_ids.device, dtype) as recorder:
+            hidden = last_hidden_states(self.target, input_ids).to(dtype)
             taps = recorder.take()
         log_normalizers = hidden.new_zeros(input_ids.shape, dtype=torch.float32)
         best_ids = torch.zeros_like(input_ids)
@@ -168,7 +166,11 @@ class FeatureCache:
         """
         missing = [number for number in range(len(self.groups)) if not self._path(number).exists()]
         self._check_manifest(extractor, may_write=len(missing) == len(self.groups))
-        self._check_room(extractor, missing)
+        needed = self._check_room(extractor, missing)
+        if missing and rank == 0:
+            tqdm.write(
+                f"Features of {len(self.samples)} samples: {needed / 1e9:.3g} GB to write in {self.folder}", sys.stderr
+            )
         own = [number for number in missing if number % world_size == rank]
         for number in tqdm(own, desc="features", unit="file", disable=rank > 0):
             self._write(number, self._compute(extractor, self.groups[number]))
@@ -184,41 +186,28 @@ class FeatureCache:
     def _path(self, number: int) -> Path:
         return self.folder / f"features-{number:05d}.safetensors"
 
-    def _check_room(self, extractor: FeatureExtractor, missing: list[int]) -> None:
+    def _check_room(self, extractor: FeatureExtractor, missing: list[int]) -> int:
         needed, free = self.size_bytes(extractor, missing), shutil.disk_usage(self.folder).free
-        logger.info("Features of %d samples take %.2f GB in %s.", len(self.samples), needed / 1e9, self.folder)
         if needed > free:
             raise OSError(
                 f"The features of {len(self.samples)} samples take {needed / 1e9:.2f} GB, but {self.folder} has "
                 f"{free / 1e9:.2f} GB left. Use another folder, fewer samples, or train without a feature cache."
             )
+        return needed
 
     def _check_manifest(self, extractor: FeatureExtractor, may_write: bool) -> None:
-        target = extractor.target
         manifest = {
-            "target": target.config.name_or_path,
-            "target_dtype": str(target.dtype).removeprefix("torch."),
+            **describe_target(extractor.target),
             "target_layer_ids": list(extractor.layer_ids),
             "samples": len(self.samples),
-            "sha256_of_samples": _digest(self.samples),
+            "sha256_of_samples": digest(self.samples),
         }
         path = self.folder / "manifest.json"
-        found = json.loads(path.read_text()) if path.exists() else None
-        if found is not None and found != manifest and not may_write:
-            differences = [
-                f"{name} {found.get(name)!r} (now {value!r})"
-                for name, value in manifest.items()
-                if found.get(name) != value
-            ]
-            raise ValueError(
-                f"{self.folder} holds features that were made otherwise: {', '.join(differences)}. Give another folder, or "
-                "delete this one."
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if found != manifest:
-            partial = path.with_suffix(f".partial-{os.getpid()}")
-            partial.write_text(json.dumps(manifest, indent=2) + "\n")
-            partial.replace(path)
+        if may_write:
+            write_manifest(path, manifest)
+        else:
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            refuse_other(self.folder, found, manifest, "Give another folder, or delete this one.")
 
     def _compute(self, extractor: FeatureExtractor, group: list[int]) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
@@ -231,7 +220,7 @@ class FeatureCache:
             columns = torch.arange(batch.shape[1])
             labelled = (columns >= prompts[:, None]) & (columns < lengths[:, None])
             device = extractor.target.device
-            features = extractor(batch.to(device), labelled.to(device)).rounded().to(torch.device("cpu"))
+            features = extractor(batch.to(device), labelled.to(device), STORED_DTYPE).to(torch.device("cpu"))
             for row, index in enumerate(indices):
                 own = features.row(row, int(lengths[row]))
                 tensors |= {f"{index}.{field.name}": getattr(own, field.name) for field in fields(TargetFeatures)}
@@ -241,14 +230,8 @@ class FeatureCache:
         path = self._path(number)
         partial = path.with_suffix(".partial")
         try:
-            save_file(tensors, partial)
-            partial.replace(path)
+            with writing(path, "run the same command again: it goes on with what is missing"):
+                save_file(tensors, partial)
+                partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-
-
-def _digest(samples: Sequence[Sample]) -> str:
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(json.dumps([sample.prompt_length, sample.input_ids]).encode())
-    return digest.hexdigest()

@@ -29,6 +29,11 @@ class DraftObjective(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.loss_config = loss_config
+        self.borrow(target)
+
+    def borrow(self, target: TargetModel) -> None:
+        """Take the embedding and the head's rows that the drafter reads; again when its reduced vocabulary has changed."""
+        drafter = self.drafter
         embed_tokens = None if drafter.config.has_embedding else target.get_input_embeddings()
         # A tuple, so that they stay unregistered.
         self._lent = (embed_tokens, TargetHead(target, drafter.kept_token_ids))

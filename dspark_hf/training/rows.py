@@ -94,7 +94,8 @@ class Rows:
             self.rows = [self.rows[place] for place in live]
             kept = upload(live, self.target.device)
             for layer in self.cache.layers:
-                layer.keys, layer.values = layer.keys[kept], layer.values[kept]
+                if layer.keys is not None:
+                    layer.keys, layer.values = layer.keys[kept], layer.values[kept]
         return bool(live)
 
     @torch.no_grad()
@@ -131,7 +132,8 @@ class Rows:
         of_rows = upload(places, self.target.device)
         own: Any = DynamicCache()
         self.target(upload(ids, self.target.device), logits_to_keep=1, **{cache_argument(): own})
-        for mine, theirs in zip(self.cache.layers, own.layers, strict=True):
+        # Layers that share keys and values come last, and have none of their own.
+        for mine, theirs in zip(self.cache.layers, own.layers, strict=False):
             if mine.keys is None:
                 rows = (len(self.rows), -1, -1, -1)
                 mine.lazy_initialization(theirs.keys[:1].expand(rows), theirs.values[:1].expand(rows))

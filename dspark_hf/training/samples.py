@@ -7,9 +7,10 @@ such as the sampling settings, are not read. A file whose name ends in `.gz` is 
 """
 
 import gzip
+import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,24 @@ def read_samples(path: str | Path, max_length: int, block_size: int) -> list[Sam
             block_size,
         )
     return long_enough
+
+
+def check_vocabulary(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Raise `ValueError` naming the first sample with a token that a vocabulary of this size does not have."""
+    for sample in samples:
+        if max(sample.input_ids) >= vocab_size:
+            raise ValueError(
+                f"{sample.name} holds token {max(sample.input_ids)}, but the target's vocabulary ends at {vocab_size - 1}: it was "
+                "written by another target or tokenizer. Write samples with this one: `dspark-hf data`."
+            )
+
+
+def digest(samples: Sequence[Sample]) -> str:
+    """SHA-256 of the samples' tokens, for manifests."""
+    sha256 = hashlib.sha256()
+    for sample in samples:
+        sha256.update(json.dumps([sample.prompt_length, sample.input_ids]).encode())
+    return sha256.hexdigest()
 
 
 def _parse(path: Path) -> Iterator[Sample]:

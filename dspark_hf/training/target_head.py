@@ -63,8 +63,8 @@ def check_target_head(target: TargetModel) -> None:
     input_ids = torch.arange(1, 9, device=target.device)[None] % vocab_size
     expected = target(input_ids=input_ids, use_cache=False).logits.float()
     got = TargetHead(target)(last_hidden_states(target, input_ids))
-    # A few roundings apart in half precision, where the target may scale or cap before it casts.
-    tolerance = 16 * torch.finfo(target.dtype).eps * expected.abs().max().item()
+    # Less than one rounding apart where the target scales or caps before it casts (gemma3, gemma4, granite in half precision).
+    tolerance = 2 * torch.finfo(target.dtype).eps * expected.abs().max().item()
     error = (got - expected).abs().max().item()
     if not error <= tolerance:
         raise NotImplementedError(

@@ -6,6 +6,7 @@ weight of all ranks.
 """
 
 import logging
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments
@@ -22,6 +24,7 @@ from dspark_hf.host import TargetModel
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.taps import check_target, tapped_layers
 from dspark_hf.training.anchors import PackedBlocks, label_columns, pack_blocks, sample_anchors
+from dspark_hf.training.disk import writing
 from dspark_hf.training.features import FeatureCache, FeatureExtractor, TargetFeatures, pad_features
 from dspark_hf.training.losses import LossConfig, total_position_weight
 from dspark_hf.training.muon import check_muon, muon_with_adamw
@@ -37,7 +40,8 @@ logger = logging.getLogger(__name__)
 @dataclass
 class DSparkTrainingArguments(TrainingArguments):
     r"""
-    `TrainingArguments` with the paper's defaults (section 5.1 and the released configs), and what a drafter needs.
+    `TrainingArguments` with the paper's learning rate, schedule and epochs (section 5.1 and the released configs), and what a
+    drafter needs. Batch size and dtype are left as they are there.
 
     Args:
         num_anchors (`int`): Blocks of a sequence in a step.
@@ -157,6 +161,9 @@ class DSparkTrainer(Trainer):
         **kwargs: Any,
     ):
         args.remove_unused_columns = False
+        args._n_gpu = min(
+            args.n_gpu, 1
+        )  # torch.nn.DataParallel cannot split packed blocks; torchrun uses several GPUs
         target.eval().requires_grad_(False).to(args.device)
         drafter = drafter.float().to(args.device)
         check_target(drafter, target)
@@ -173,7 +180,7 @@ class DSparkTrainer(Trainer):
         )
         self.drafter = drafter
         self.extractor = FeatureExtractor(target, tapped_layers(drafter.config, target))
-        self.skipped_samples = 0
+        self._skipped: set[str] = set()
         self._since_log = self._tally()
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
@@ -211,7 +218,7 @@ class DSparkTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add each loss, and the accepted length, since the last log to what `Trainer` logs."""
         if "loss" in logs:
-            logs = logs | self._since_log.report("", self._summed) | {"skipped_samples": self.skipped_samples}
+            logs = logs | self._since_log.report("", self._summed) | {"skipped_samples": len(self.skipped_samples())}
             self._since_log = self._tally()
         super().log(logs, start_time)
 
@@ -237,6 +244,10 @@ class DSparkTrainer(Trainer):
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = tally.report(f"{metric_key_prefix}_", self._summed)
         return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))  # type: ignore[arg-type]
+
+    def skipped_samples(self) -> set[str]:
+        """Names of the samples whose features were not finite, in training or evaluation, on any rank, since this process began."""
+        return set(gather_object(sorted(self._skipped)))
 
     def _tally(self) -> Tally:
         return Tally(self.drafter.config.block_size, self.args.device)
@@ -267,15 +278,22 @@ class DSparkTrainer(Trainer):
         if finite.all():
             return blocks, features
         broken = [name for name, fine in zip(names, finite.tolist(), strict=True) if not fine]
-        self.skipped_samples += len(broken)
+        self._skipped.update(broken)
         logger.warning("The target's features of %s are not finite: skipped.", ", ".join(broken))
         supervised = blocks.supervised & finite[:, None, None]
         return replace(blocks, supervised=supervised), features.where_rows(finite)
 
+    def _save_checkpoint(self, *args: Any) -> None:
+        folder = Path(self.args.output_dir)  # type: ignore[arg-type]  # given a value by TrainingArguments
+        with writing(folder, "run the same command again: it goes on from the last whole checkpoint"):
+            super()._save_checkpoint(*args)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]  # given a value by TrainingArguments
+        folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]  # as above
         folder.mkdir(parents=True, exist_ok=True)
-        # Written beside, then moved: a process that is killed leaves the old files or the new ones.
+        for left in folder.glob(".partial-*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        # Written beside, then moved, so that a process that is killed leaves no half-written file.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
             self.drafter.save_pretrained(partial)
             torch.save(self.args, Path(partial) / "training_args.bin")
@@ -293,6 +311,7 @@ class DSparkTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, self.drafter)
+        self.accelerator.unwrap_model(self.model).borrow(self.extractor.target)  # `d2t` came with the weights
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
