@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_trainer import make_samples, make_target
 
 
 RUN = """
@@ -66,3 +67,39 @@ def test_two_ranks_train_like_one_with_twice_the_batch(tmp_path, broken, cached)
     )
     assert losses == pytest.approx(expected_losses, rel=1e-4)
     assert metrics == pytest.approx(expected_metrics, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_command_trains_on_two_ranks_and_goes_on(tmp_path):
+    target = make_target(num_hidden_layers=2)
+    target.save_pretrained(tmp_path / "target")
+    rows = [{"prompt_ids": s.input_ids[:4], "response_ids": s.input_ids[4:]} for s in make_samples(target)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (
+        f"--target {tmp_path}/target --data {tmp_path}/samples.jsonl --feature-cache {tmp_path}/features --held-out 4"
+    )
+    options += " --small-budget --draft-vocab-size 40 --markov-rank 6 --block-size 4 --num-anchors 4 --use-cpu True"
+    options += " --per-device-train-batch-size 2 --save-steps 3 --logging-steps 1"
+
+    def run_command(output: Path, max_steps: int) -> None:
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            "dspark_hf.cli",
+        ]
+        command = [*launcher, "train", *options.split(), "--output", str(output), "--max-steps", str(max_steps)]
+        command += ["--lr-scheduler-type", "constant"]  # one that does not depend on the number of steps
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    run_command(tmp_path / "whole", 6)
+    run_command(tmp_path / "stopped", 3)
+    run_command(tmp_path / "stopped", 6)
+    whole, stopped = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
+    assert [name for name in whole if not torch.equal(whole[name], stopped[name])] == []
+    log = json.loads((tmp_path / "stopped" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in log if "loss" in entry] == list(range(1, 7))

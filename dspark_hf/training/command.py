@@ -136,18 +136,13 @@ def train(arguments: DrafterArguments, training: DSparkTrainingArguments) -> DSp
     set_seed(training.seed)
     output = Path(arguments.output)
     checkpoint = last_checkpoint(output)
-    target = load_target(arguments.target, arguments.dtype, training.device)
     start = arguments.start_from if checkpoint is None else checkpoint
     drafter = None if start is None else DSparkDraftModel.from_pretrained(start)
     block_size = arguments.block_size if drafter is None else drafter.config.block_size
     samples = [sample for path in arguments.data for sample in read_samples(path, arguments.max_length, block_size)]
+    held_out, learnt = _split(len(samples), arguments.held_out)
+    target = load_target(arguments.target, arguments.dtype, training.device)
     check_vocabulary(samples, target.config.get_text_config(decoder=True).vocab_size)
-    if not 0 < arguments.held_out < len(samples):
-        raise ValueError(
-            f"--held-out must lie in [1, {len(samples) - 1}], some of the {len(samples)} samples, got {arguments.held_out}."
-        )
-    held_out = range(0, len(samples), len(samples) // arguments.held_out)[: arguments.held_out]
-    learnt = sorted(set(range(len(samples))) - set(held_out))
     begun_with = describe_run(target, samples, arguments)
     if checkpoint is not None:
         manifest = output / MANIFEST
@@ -176,10 +171,18 @@ def train(arguments: DrafterArguments, training: DSparkTrainingArguments) -> DSp
     return trainer
 
 
+def _split(count: int, held_out: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Which of `count` samples are held out, evenly spread, and which are learned from."""
+    if not 0 < held_out < count:
+        raise ValueError(f"--held-out must lie in [1, {count - 1}], some of the {count} samples, got {held_out}.")
+    held = range(0, count, count // held_out)[:held_out]
+    return held, sorted(set(range(count)) - set(held))
+
+
 def describe_run(target: TargetModel, samples: Sequence[Sample], arguments: DrafterArguments) -> dict[str, Any]:
     """What a run that goes on must have been begun with: target, samples, and the shape and start of the drafter."""
-    mine = {"output", "output_dtype", "feature_cache", "data", "target", "dtype"}
-    asked = {name: value for name, value in asdict(arguments).items() if name not in mine}
+    elsewhere = {"target", "dtype", "data", "output", "output_dtype", "feature_cache"}
+    asked = {name: value for name, value in asdict(arguments).items() if name not in elsewhere}
     return {**describe_target(target), **asked, "samples": len(samples), "sha256_of_samples": digest(samples)}
 
 
