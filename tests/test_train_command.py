@@ -55,8 +55,8 @@ def test_a_torn_line_is_named_and_short_samples_are_counted(tmp_path, caplog):
     path = write_lines(tmp_path / "samples.jsonl", rows)
     kept = read_samples(path, 20, 7)
     assert [(s.name, len(s.input_ids), s.prompt_length) for s in kept] == [
-        ("samples.jsonl:1", 15, 3),
-        ("samples.jsonl:3", 20, 3),
+        (f"{path}:1", 15, 3),
+        (f"{path}:3", 20, 3),
     ]
     assert "1 of 3 samples" in caplog.text
     path.write_text(path.read_text() + '{"prompt_ids": [1, 2')
@@ -179,10 +179,11 @@ def test_a_killed_run_goes_on_bit_by_bit(folders, tmp_path, cached):
 
 
 def test_held_out_samples_are_measured_without_being_asked(folders):
-    assert main(command(folders)) == 0
-    measured = [entry for entry in log_of(folders[2]) if "eval_greedy_tau" in entry]
-    assert measured[-1]["step"] == 4
-    assert {"eval_tau", "eval_loss", "eval_cross_entropy", "eval_acceptance_4"} <= set(measured[-1])
+    for _ in range(2):  # the second time it is finished
+        assert main(command(folders)) == 0
+        log = log_of(folders[2])
+        assert [entry["step"] for entry in log if "eval_greedy_tau" in entry] == [3, 4]  # an epoch has 3 steps
+        assert {"eval_tau", "eval_loss", "eval_cross_entropy", "eval_acceptance_4"} <= set(log[-1])
 
 
 def test_a_run_goes_on_with_its_own_data_and_drafter_alone(folders, tmp_path, capsys):
@@ -205,21 +206,23 @@ def test_a_run_goes_on_with_its_own_data_and_drafter_alone(folders, tmp_path, ca
     assert last_checkpoint(output).name == "checkpoint-8"
 
 
-def test_a_finished_run_keeps_its_best_drafter(folders):
-    best = [
-        "--load-best-model-at-end",
-        "True",
-        "--metric-for-best-model",
-        "greedy_tau",
-        "--greater-is-better",
-        "False",
-    ]
-    run = command(folders, *best, "--eval-strategy", "steps", "--eval-steps", "2", "--max-steps", "6")
-    assert main(run) == 0
-    kept = (folders[2] / "model.safetensors").read_bytes()
-    assert not json.loads((folders[2] / "trainer_state.json").read_text())["best_model_checkpoint"].endswith("-6")
-    assert main(run) == 0
-    assert (folders[2] / "model.safetensors").read_bytes() == kept
+def test_a_finished_run_keeps_its_best_drafter_wherever_it_lies(folders, tmp_path):
+    best = ["--load-best-model-at-end", "True", "--eval-strategy", "steps", "--eval-steps", "2", "--max-steps", "6"]
+    assert main(command(folders, *best)) == 0
+    moved = folders[2].rename(tmp_path / "moved")
+    state = moved / "checkpoint-6" / "trainer_state.json"
+    elsewhere = json.loads(state.read_text()) | {"best_model_checkpoint": str(folders[2] / "checkpoint-4")}
+    state.write_text(json.dumps(elsewhere))
+    assert main(command((*folders[:2], moved), *best, "--output-dtype", "float32")) == 0
+    assert_equal_weights(
+        *(dict(DSparkDraftModel.from_pretrained(f).state_dict()) for f in (moved, moved / "checkpoint-4"))
+    )
+
+
+def test_a_finished_run_takes_no_step_more(folders):
+    for _ in range(2):
+        assert main(command(folders, "--max-steps", "-1", "--num-train-epochs", "1.5")) == 0
+        assert last_checkpoint(folders[2]).name == "checkpoint-5"
 
 
 def test_a_checkpoint_whose_state_is_torn_is_passed_over(folders):

@@ -120,6 +120,7 @@ def test_training_improves_loss_and_accepted_length_on_held_out_text(target, sam
     [
         {},
         {"gradient_accumulation_steps": 2},
+        {"eval_strategy": "epoch", "save_steps": 6},  # a checkpoint at an epoch's end, before the evaluation
         pytest.param({"muon_learning_rate": 3e-3, "gradient_accumulation_steps": 2}, marks=needs_muon),
     ],
 )
@@ -129,14 +130,14 @@ def test_a_run_that_stopped_goes_on_bit_by_bit(target, samples, tmp_path, more):
     whole.train()
     assert whole.state.epoch > 1
     stopped = make_trainer(target, samples, tmp_path / "stopped", **options)
-    stopped.add_callback(StopAt(6))
+    stopped.add_callback(StopAt(7))
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     resumed = make_trainer(target, samples, tmp_path / "stopped", **options)
     torch.manual_seed(99)
     resumed.train(resume_from_checkpoint=True)
     late = make_trainer(target, samples, tmp_path / "late", **options)
-    late.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-8"))
+    late.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{9 - 9 % options['save_steps']}"))
     for other in (resumed, late):
         assert other.state.global_step == 9
         assert_equal_weights(weights(other), weights(whole))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerState, set_seed
+from transformers.trainer_utils import IntervalStrategy
 
 from dspark_hf.host import TargetModel
 from dspark_hf.loading import check_dtype, load_target
@@ -164,6 +165,8 @@ def train(arguments: DrafterArguments, training: DSparkTrainingArguments) -> DSp
         cache.fill(trainer.extractor, training.process_index, training.world_size)
         trainer.accelerator.wait_for_everyone()
     _run(trainer, checkpoint)
+    if training.eval_strategy != IntervalStrategy.NO and not _is_measured(trainer.state):
+        trainer.evaluate()
     drafter.to(getattr(torch, arguments.output_dtype))
     with writing(output, "run the same command again"):
         trainer.save_model()
@@ -201,18 +204,23 @@ def _is_json(path: Path) -> bool:
 
 
 def _run(trainer: DSparkTrainer, checkpoint: Path | None) -> None:
-    """Train from a checkpoint on; where its run had taken all its steps, only load what it ended with: `Trainer` would take
-    one more."""
-    if checkpoint is not None:
-        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        if 0 < trainer.args.max_steps <= state.global_step:
-            trainer.state = state
-            if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-                trainer._load_best_model()
-            else:
-                trainer._load_from_checkpoint(str(checkpoint))
-            return
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    """Train from a checkpoint on; where its run is over, only load what it ended with: `Trainer` would take one more step."""
+    if checkpoint is None:
+        trainer.train()
+        return
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    args = trainer.args
+    if state.global_step >= args.max_steps if args.max_steps > 0 else state.epoch >= args.num_train_epochs:
+        best = Path(state.best_model_checkpoint or "").name if args.load_best_model_at_end else ""
+        trainer._load_from_checkpoint(str(checkpoint.parent / best if best else checkpoint))
+        trainer.state = state
+    else:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+def _is_measured(state: TrainerState) -> bool:
+    """Whether the held-out samples were measured after the last step. A checkpoint is written before, and does not know."""
+    return any(entry["step"] == state.global_step and "eval_loss" in entry for entry in state.log_history)
 
 
 def new_drafter(target: TargetModel, samples: Sequence[Sample], arguments: DrafterArguments) -> DSparkDraftModel:

@@ -87,12 +87,12 @@ class SampleFile:
     def _count(self, line: bytes, name: str) -> None:
         try:
             sample = json.loads(line)
-            index = sample["index"]
+            index, repeated = sample["index"], sample["index"] in self.indices
             prompt, response = len(sample["prompt_ids"]), len(sample["response_ids"])
             counts = {"samples": 1, "prompt_tokens": prompt, "response_tokens": response, sample["finish"]: 1}
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{name} is no sample of this command. Choose another --output.") from error
-        if index in self.indices:
+        if repeated:
             raise ValueError(f"{name} repeats index {index}. Choose another --output.")
         self.indices.add(index)
         self.counts.update(counts)
@@ -110,6 +110,8 @@ def _lock(file: Any) -> None:
         raise ValueError(
             f"{file.name} is being written by another process. Several processes share the work with --shard and an --output each."
         ) from error
+    except OSError:  # a file system without locks
+        return
 
 
 def _open_manifest(manifest: Path, samples: Path, made_with: dict[str, Any]) -> dict[str, Any]:
@@ -166,6 +168,8 @@ def write_samples(
         raise ValueError(f"All {len(prompts)} prompts are longer than {room} tokens: raise --max-length.")
     path.parent.mkdir(parents=True, exist_ok=True)
     made_with = {
+        "target": target.config.name_or_path,
+        "revision": getattr(target.config, "_commit_hash", None),
         **describe_target(target),
         **dataclasses.asdict(settings),
         "prompts": len(prompts),

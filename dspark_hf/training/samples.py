@@ -25,7 +25,7 @@ class Sample:
     A prompt and the target's response.
 
     Args:
-        name (`str`): Where it came from, `file:line`, for messages.
+        name (`str`): Where it came from, `path:line`, for messages.
         input_ids (`list[int]`): Prompt and response, ids of the target's vocabulary.
         prompt_length (`int`): How many of them are the prompt's.
     """
@@ -95,7 +95,7 @@ def _parse(path: Path) -> Iterator[Sample]:
     with opener(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _sample(line, f"{path.name}:{number}")
+                yield _sample(line, f"{path}:{number}")
 
 
 def _sample(line: str, name: str) -> Sample:

@@ -161,9 +161,8 @@ class DSparkTrainer(Trainer):
         **kwargs: Any,
     ):
         args.remove_unused_columns = False
-        args._n_gpu = min(
-            args.n_gpu, 1
-        )  # torch.nn.DataParallel cannot split packed blocks; torchrun uses several GPUs
+        # torch.nn.DataParallel cannot split packed blocks; torchrun uses several GPUs.
+        args._n_gpu = min(args.n_gpu, 1)
         target.eval().requires_grad_(False).to(args.device)
         drafter = drafter.float().to(args.device)
         check_target(drafter, target)
@@ -223,6 +222,7 @@ class DSparkTrainer(Trainer):
         super().log(logs, start_time)
 
     @torch.no_grad()
+    @torch.random.fork_rng(devices=[])  # the loader draws a seed, which a resumed run does not draw again
     def evaluation_loop(
         self,
         dataloader: DataLoader,
