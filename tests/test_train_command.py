@@ -181,9 +181,9 @@ def test_a_killed_run_goes_on_bit_by_bit(folders, tmp_path, cached):
 def test_held_out_samples_are_measured_without_being_asked(folders):
     for _ in range(2):  # the second time it is finished
         assert main(command(folders)) == 0
-        log = log_of(folders[2])
-        assert [entry["step"] for entry in log if "eval_greedy_tau" in entry] == [3, 4]  # an epoch has 3 steps
-        assert {"eval_tau", "eval_loss", "eval_cross_entropy", "eval_acceptance_4"} <= set(log[-1])
+        measured = [entry for entry in log_of(folders[2]) if "eval_greedy_tau" in entry]
+        assert [entry["step"] for entry in measured] == [3, 4]  # an epoch has 3 steps
+        assert {"eval_tau", "eval_loss", "eval_cross_entropy", "eval_acceptance_4"} <= set(measured[-1])
 
 
 def test_a_run_goes_on_with_its_own_data_and_drafter_alone(folders, tmp_path, capsys):

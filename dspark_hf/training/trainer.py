@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments
@@ -247,6 +246,8 @@ class DSparkTrainer(Trainer):
 
     def skipped_samples(self) -> set[str]:
         """Names of the samples whose features were not finite, in training or evaluation, on any rank, since this process began."""
+        from accelerate.utils import gather_object
+
         return set(gather_object(sorted(self._skipped)))
 
     def _tally(self) -> Tally:
@@ -289,6 +290,8 @@ class DSparkTrainer(Trainer):
             super()._save_checkpoint(*args)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not self.args.should_save:  # some releases of transformers ask every rank
+            return
         folder = Path(output_dir or self.args.output_dir)  # type: ignore[arg-type]  # as above
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(".partial-*"):  # by a process that was killed
