@@ -34,6 +34,11 @@ def has_recurrent_states(config: PreTrainedConfig) -> bool:
     return not RECURRENT_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
+def is_recurrent(target: TargetModel) -> bool:
+    """Whether a target keeps states that are no keys and values, by its class or its decoder's configuration."""
+    return getattr(target, "_is_stateful", False) or has_recurrent_states(target.config.get_text_config(decoder=True))
+
+
 def check_recurrent(target: TargetModel) -> None:
     r"""
     Check that a target has no recurrent states, or states that go on when several tokens come at once.
@@ -44,9 +49,9 @@ def check_recurrent(target: TargetModel) -> None:
     Raises:
         NotImplementedError: If its states do not, or nobody has looked; the message names the alternative.
     """
-    config = target.config.get_text_config(decoder=True)
-    if not (getattr(target, "_is_stateful", False) or has_recurrent_states(config)):
+    if not is_recurrent(target):
         return
+    config = target.config.get_text_config(decoder=True)
     name, kind = type(target).__name__, config.model_type
     instead = "Call generate() without `assistant_model` for this target."
     if kind in CONTINUING_LATER and not LAYERS_WERE_REWRITTEN:

@@ -25,7 +25,7 @@ from dspark_hf.modeling.configuration_dspark import DSparkConfig
 from dspark_hf.modeling.modeling_dspark import DSparkDraftModel
 from dspark_hf.training.disk import writing
 from dspark_hf.training.features import FeatureCache
-from dspark_hf.training.manifest import describe_target, refuse_other, write_manifest
+from dspark_hf.training.manifest import check_manifest, describe_target, write_manifest
 from dspark_hf.training.samples import Sample, check_vocabulary, digest, read_samples
 from dspark_hf.training.trainer import DraftDataset, DSparkTrainer, DSparkTrainingArguments
 from dspark_hf.training.warm_start import frequent_tokens, start_from_bigrams, unused_token
@@ -146,9 +146,9 @@ def train(arguments: DrafterArguments, training: DSparkTrainingArguments) -> DSp
     check_vocabulary(samples, target.config.get_text_config(decoder=True).vocab_size)
     begun_with = describe_run(target, samples, arguments)
     if checkpoint is not None:
-        manifest = output / MANIFEST
-        found = json.loads(manifest.read_text(encoding="utf-8")) if manifest.exists() else {}
-        refuse_other(output, found, begun_with, "Choose another --output; --start-from goes on from its drafter.")
+        check_manifest(
+            output / MANIFEST, begun_with, "Choose another --output; --start-from goes on from its drafter."
+        )
     if drafter is None:
         drafter = new_drafter(target, [samples[index] for index in learnt], arguments)
     cache = None if arguments.feature_cache is None else FeatureCache(Path(arguments.feature_cache), samples)

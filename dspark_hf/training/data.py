@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from dspark_hf.host import TargetModel
 from dspark_hf.loading import load_target
-from dspark_hf.recurrent import has_recurrent_states
+from dspark_hf.recurrent import is_recurrent
 from dspark_hf.training import self_instruct
 from dspark_hf.training.manifest import describe_target, refuse_other, write_manifest
 from dspark_hf.training.prompts import Prompt, Settings, digest, read_prompts
@@ -194,8 +194,7 @@ def write_samples(
 
 def check_writes_in_slots(target: TargetModel) -> None:
     """Raise `NotImplementedError` if a target keeps recurrent states, which rows that end cannot hand on."""
-    config = target.config.get_text_config(decoder=True)
-    if getattr(target, "_is_stateful", False) or has_recurrent_states(config):
+    if is_recurrent(target):
         raise NotImplementedError(
             f"{type(target).__name__} keeps recurrent states, so responses of different lengths cannot be written at once. Write "
             'them with generate() or a serving engine, one JSON object {"prompt_ids": [...], "response_ids": [...]} a line: '

@@ -8,7 +8,6 @@ The target's probability of any token is `exp(logit - log_normalizer)`, so with 
 the kept rows of the head alone, and the whole head was applied once.
 """
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from tqdm import tqdm
 from dspark_hf.host import TargetModel
 from dspark_hf.taps import TapRecorder
 from dspark_hf.training.disk import writing
-from dspark_hf.training.manifest import describe_target, refuse_other, write_manifest
+from dspark_hf.training.manifest import check_manifest, describe_target, write_manifest
 from dspark_hf.training.samples import Sample, digest
 from dspark_hf.training.target_head import TargetHead, last_hidden_states
 
@@ -206,8 +205,7 @@ class FeatureCache:
         if may_write:
             write_manifest(path, manifest)
         else:
-            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            refuse_other(self.folder, found, manifest, "Give another folder, or delete this one.")
+            check_manifest(path, manifest, "Give another folder, or delete this one.")
 
     def _compute(self, extractor: FeatureExtractor, group: list[int]) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}

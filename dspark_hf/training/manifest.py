@@ -40,6 +40,12 @@ def write_manifest(path: Path, content: dict[str, Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
+def check_manifest(path: Path, asked: dict[str, Any], instead: str) -> None:
+    """Refuse to go on with the files of a folder whose manifest says something else, or is missing ([`refuse_other`])."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    refuse_other(path.parent, found, asked, instead)
+
+
 def refuse_other(files: Path, made_with: dict[str, Any], asked: dict[str, Any], instead: str) -> None:
     r"""
     Refuse to go on with files that were made with something else.
