@@ -329,7 +329,7 @@ def test_features_are_the_targets_own(target, samples, tmp_path):
         assert torch.equal(features.best_ids[sample.prompt_length :], kept.argmax(dim=-1))
 
 
-def test_a_filled_cache_is_not_computed_again_and_a_killed_one_goes_on(target, samples, tmp_path, monkeypatch):
+def test_a_filled_cache_is_not_computed_again_and_a_killed_one_goes_on(target, samples, tmp_path, monkeypatch, capsys):
     cache = FeatureCache(tmp_path, samples * 3)
     assert len(cache.groups) == 3
     written = []
@@ -344,6 +344,8 @@ def test_a_filled_cache_is_not_computed_again_and_a_killed_one_goes_on(target, s
     monkeypatch.setattr(FeatureCache, "_write", write)
     with pytest.raises(KeyboardInterrupt):
         cache.fill(extractor(target))
+    size = f"{cache.size_bytes(extractor(target)) / 1e9:.3g} GB"
+    assert f"Features of 72 samples: {size} to write in {tmp_path}" in capsys.readouterr().err
     monkeypatch.setattr(FeatureCache, "_write", lambda self, n, t: (written.append(n), original(self, n, t)))
     cache.fill(extractor(target))
     cache.fill(extractor(target))
